@@ -1,0 +1,8 @@
+"""`python -m quartet`."""
+
+import sys
+
+from quartet.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
