@@ -48,7 +48,7 @@ def stale(fresh: Path) -> list[str]:
 
 def main() -> int:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Generate src/quartet/api from protos/.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if stale")
     if not parser.parse_args().check:
         generate(SRC)

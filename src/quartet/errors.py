@@ -7,6 +7,7 @@ raise one of the four classes with a new `reason`; a new class is only for a new
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,7 @@ class QuartetError(Exception):
         info: what else is known.
     """
 
-    error_class = "FATAL"
+    error_class: ClassVar[str] = "FATAL"
 
     def __init__(self, message: str, *, info: ErrorInfo | None = None, **details: str) -> None:
         """Take `info`, or its fields as keywords (`reason=...`, `field=...`)."""

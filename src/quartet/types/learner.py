@@ -1,4 +1,7 @@
-"""What a learner is told and what it answers. Losses mirror protos/quartet/api/learner/v1/loss.proto."""
+"""What a learner is told and what it answers.
+
+The losses mirror protos/quartet/api/learner/v1/loss.proto.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ class PairwiseLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DpoLoss:
-    """Direct preference loss. Sequences come in pairs: chosen, then rejected. Needs ref_logprobs."""
+    """Direct preference loss. Needs ref_logprobs. Pairs: chosen, then rejected."""
 
     beta: float = 0.1
     ipo: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Why there is no result for one sample. The fields are those of ErrorDetail in the contract."""
+    """Why there is no result for one sample. Mirrors ErrorDetail in the contract."""
 
     error_class: str
     """INFRA, DATA, REQUEST or FATAL."""
