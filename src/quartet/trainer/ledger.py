@@ -1,7 +1,7 @@
-"""The ledger: what became of every sample, kept in SQLite in the run's folder.
+r"""The ledger: what became of every sample, kept in SQLite in the run's folder.
 
     issued -> generated -> scored -> trained
-       \\_________\\_________\\______-> dropped, with a reason
+       \_________\_________\______-> dropped, with a reason
 
 Each edge is one transaction over a batch of samples, and each checks the state it starts from, so a
 sample can reach exactly one of the two ends. Steps, optimizer steps and the loop's own state (data
