@@ -1,0 +1,110 @@
+"""Values that follow from others. One place each, for trainer, plan and checks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quartet.config.algo import GROUP_ESTIMATORS, AdvantageConfig
+from quartet.config.machine import Machine
+from quartet.config.methods import PpoConfig, TrainerConfig
+from quartet.config.models import ActorConfig
+from quartet.config.sampling import EngineName
+
+
+def split_list(value: str | None) -> tuple[str, ...]:
+    """Entries of a list with commas; none for None and for an empty text."""
+    return tuple(entry.strip() for entry in (value or "").split(",") if entry.strip())
+
+
+def clip_band(actor: ActorConfig) -> tuple[float, float]:
+    """Clip ranges (low, high) of the ratio."""
+    return actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
+
+
+def correction_band(advantage: AdvantageConfig) -> tuple[float, float]:
+    """Band (low, high) of the rollout correction; one given number is its upper end."""
+    *low, high = advantage.is_correction_threshold
+    return (low[0] if low else 0.0, high)
+
+
+def needs_critic(config: PpoConfig) -> bool:
+    """Only GAE has a critic."""
+    return config.algo.advantage.estimator == "gae"
+
+
+def needs_groups(config: PpoConfig) -> bool:
+    """True for estimators whose baseline is the rest of the group."""
+    return config.algo.advantage.estimator in GROUP_ESTIMATORS
+
+
+def needs_ref(config: PpoConfig) -> bool:
+    """Without a KL term there is no reference model."""
+    return config.algo.kl.init_coef != 0
+
+
+def critic_model(config: PpoConfig) -> str | None:
+    """The critic's starting point: as given, else the reward model, else the policy."""
+    reward = split_list(config.reward.model_name_or_path)
+    return config.critic.model_name_or_path or (
+        reward[0] if reward else config.actor.model_name_or_path
+    )
+
+
+def trained_model(config: TrainerConfig) -> str | None:
+    """The model that the method trains."""
+    if isinstance(config, PpoConfig):
+        return config.actor.model_name_or_path
+    return config.model.model_name_or_path
+
+
+def num_engines(config: PpoConfig) -> int:
+    """Rollout services that the trainer starts."""
+    return config.vllm.num_engines or 1
+
+
+def num_ranks(config: TrainerConfig, machine: Machine, role: str = "learner") -> int:
+    """Processes of a learner that the trainer starts.
+
+    Args:
+        config: the training configuration.
+        machine: where it runs.
+        role: learner (the policy, or the model of SFT, RM, DPO) or critic.
+    """
+    if config.learner.num_ranks is not None:
+        return config.learner.num_ranks
+    if machine.num_gpus == 0:
+        return 1
+    if not isinstance(config, PpoConfig):
+        return machine.num_gpus
+    section = config.critic if role == "critic" else config.actor
+    return section.num_nodes * section.num_gpus_per_node
+
+
+def rollout_engine(engine: EngineName, machine: Machine) -> EngineName:
+    """The engine that `auto` stands for on a machine."""
+    if engine != "auto":
+        return engine
+    return "vllm" if machine.has_vllm and machine.num_gpus else "transformers"
+
+
+def attention(implementation: str, machine: Machine) -> str:
+    """The attention that can run: flash attention needs a GPU."""
+    if machine.num_gpus == 0 and "flash" in implementation:
+        return "sdpa"
+    return implementation
+
+
+def samples_per_rollout(config: PpoConfig) -> int:
+    """Completions of one rollout."""
+    return config.rollout.batch_size * config.rollout.n_samples_per_prompt
+
+
+def optimizer_steps_per_rollout(config: PpoConfig) -> int:
+    """Optimizer steps on one rollout; the last step of a pass may be a smaller batch."""
+    return -(-samples_per_rollout(config) // config.train.batch_size) * config.train.max_epochs
+
+
+def batch_sizes(num_samples: int, batch_size: int) -> Sequence[int]:
+    """Sizes of the optimizer batches that a number of samples is cut into, all samples used."""
+    full, rest = divmod(num_samples, batch_size)
+    return [batch_size] * full + ([rest] if rest else [])

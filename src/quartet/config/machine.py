@@ -1,0 +1,40 @@
+"""What this machine has, found out without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The machine that the trainer, and the services that it starts, run on."""
+
+    num_gpus: int = 0
+    """Visible GPUs."""
+    has_vllm: bool = False
+    """True when the package vllm is installed."""
+    has_flash_attention: bool = False
+    """True when the package flash_attn is installed."""
+
+
+def this_machine(environ: Mapping[str, str] | None = None) -> Machine:
+    """Look at devices and installed packages. Imports neither torch nor vLLM."""
+    return Machine(
+        num_gpus=_visible_gpus(os.environ if environ is None else environ),
+        has_vllm=find_spec("vllm") is not None,
+        has_flash_attention=find_spec("flash_attn") is not None,
+    )
+
+
+def _visible_gpus(environ: Mapping[str, str]) -> int:
+    """GPUs of the driver, as far as CUDA_VISIBLE_DEVICES shows them."""
+    present = sum(1 for device in Path("/dev").glob("nvidia[0-9]*"))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    listed = [entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]
+    return min(present, len(listed))
