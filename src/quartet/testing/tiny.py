@@ -167,8 +167,8 @@ def _build(
         tie_word_embeddings=tied and head == "lm",
         initializer_range=init_std,
         bos_token_id=None,
-        eos_token_id=tokens.eos_token_id,
-        pad_token_id=tokens.pad_token_id,
+        eos_token_id=tokens.get_vocab()[str(tokens.eos_token)],
+        pad_token_id=tokens.get_vocab()[str(tokens.pad_token)],
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
