@@ -34,6 +34,8 @@ class AdvantageConfig:
     """Discount per token, in [0, 1]. Only gae and reinforce use one below 1."""
     no_std_norm: bool = False
     """Whiten advantages by the mean only."""
+    std_eps: float = 1e-6
+    """Added to a group's standard deviation before group_norm divides by it."""
     is_correction_level: Literal["off", "token", "seq"] = "off"
     """Correct for the difference between the rollout engine's log-probabilities and the
     learner's: never, for each token, or for each sequence."""

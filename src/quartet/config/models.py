@@ -112,13 +112,18 @@ class RewardConfig(RewardSourceFields):
     """GPUs of the reward model on each machine."""
     clip_range: tuple[float, float] = (-10.0, 10.0)
     """Bounds of the reward, LOW HIGH."""
+    clip_after_baseline: bool = False
+    """Clip what is left after the baseline is taken off, as OpenRLHF does. The clipped rewards of a
+    group then no longer add up to 0."""
     overlong_buffer_len: float | None = None
     """Tokens before the length limit over which a penalty grows from 0 to its full size (DAPO)."""
     overlong_penalty_factor: float = 1.0
     """Full size of that penalty."""
     stop_properly_penalty_coef: float | None = None
-    """For completions cut by the limit: in [0, 1] the reward is multiplied by it; below 0 it is
-    the reward."""
+    """For completions cut by the limit: in [0, 1] the reward is multiplied by it; below 0 it takes
+    the reward's place. Never so that a reward rises."""
+    stop_properly_legacy: bool = False
+    """Let that penalty raise negative rewards, as OpenRLHF does."""
     address: str | None = None
     """Reward services to use, host:port, several with commas."""
 

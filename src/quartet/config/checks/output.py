@@ -1,0 +1,55 @@
+"""Checkpoints and addresses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from quartet.config.derive import split_list
+from quartet.config.methods import TrainerConfig
+from quartet.config.tree import leaves, value_of, wrong
+from quartet.errors import ConfigError
+
+_HOST_PORT = re.compile(r"^(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})$")
+
+
+def check_checkpoints(config: TrainerConfig) -> Iterator[ConfigError]:
+    """A save writes something."""
+    if config.ckpt.save_steps > 0 and config.ckpt.disable_ds and not config.ckpt.save_hf:
+        yield wrong(
+            "ckpt.save_steps",
+            config.ckpt.save_steps,
+            "with --ckpt.disable_ds and without --ckpt.save_hf nothing would be written",
+            "leave --ckpt.disable_ds away, or add --ckpt.save_hf",
+        )
+
+
+def check_addresses(config: Any) -> Iterator[ConfigError]:
+    """Every address can be dialled."""
+    for name in leaves(type(config)):
+        if not name.endswith(".address"):
+            continue
+        entries = split_list(value_of(config, name))
+        for entry in entries:
+            if not _dialable(entry):
+                yield wrong(
+                    name,
+                    entry,
+                    "is no address",
+                    "write host:port, unix:/path or dns:///name:port",
+                )
+        if len(entries) > 1 and name.startswith(("learner.", "critic.")):
+            yield wrong(
+                name,
+                ",".join(entries),
+                "one learner trains a model; its ranks are behind one address",
+                "give one address",
+            )
+
+
+def _dialable(entry: str) -> bool:
+    if entry.startswith(("unix:", "unix-abstract:")):
+        return len(entry.partition(":")[2]) > 0
+    match = _HOST_PORT.match(entry.removeprefix("dns:///"))
+    return match is not None and 0 < int(match[1]) <= 65535
