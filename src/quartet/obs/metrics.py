@@ -63,6 +63,17 @@ SCORED_SAMPLES = Counter(
     ["outcome"],
     registry=REGISTRY,
 )
+FAILED_SAMPLES = Counter(
+    "quartet_reward_failed_samples",
+    "Samples that could not be scored, by reason (TIME_LIMIT, NOT_FINITE, ...).",
+    ["reason"],
+    registry=REGISTRY,
+)
+CUT_INPUTS = Counter(
+    "quartet_reward_cut_inputs",
+    "Inputs longer than the reward model takes, cut on the right.",
+    registry=REGISTRY,
+)
 REF_TOKENS = Counter(
     "quartet_ref_evaluated_tokens",
     "Tokens whose log-probability the reference model computed.",
