@@ -14,11 +14,15 @@ from prometheus_client import (
     Gauge,
     Histogram,
     ProcessCollector,
+    disable_created_metrics,
     start_http_server,
 )
 
 from quartet.config.rpc import MetricsConfig
 from quartet.errors import ConfigError
+
+# A second series per counter that nobody reads.
+disable_created_metrics()
 
 REGISTRY = CollectorRegistry()
 """The registry that the exporter shows."""

@@ -1,0 +1,204 @@
+"""What happens around every call a server takes, in this order: log context, metrics, errors, room.
+
+A stage is an async context manager around the call. To add one, write it and put it in the list
+that `server.py` builds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from quartet.errors import QuartetError, UnavailableError
+from quartet.obs import log, metrics
+from quartet.rpc import errors, policy
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call as the stages see it."""
+
+    service: str
+    method: str
+    request_id: str
+    context: grpc.aio.ServicerContext[Any, Any]
+
+
+Stage = Callable[[Call], AbstractAsyncContextManager[None]]
+
+
+class StagesInterceptor(grpc.aio.ServerInterceptor):
+    """Puts the stages around every method of a server, outermost first."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = tuple(stages)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the handler of one method."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        _, service, method = handler_call_details.method.split("/")
+        request_id = ""
+        for key, value in handler_call_details.invocation_metadata or ():
+            if key == policy.REQUEST_ID_KEY:
+                request_id = str(value)
+
+        def call_of(context: grpc.aio.ServicerContext[Any, Any]) -> Call:
+            return Call(service=service, method=method, request_id=request_id, context=context)
+
+        behaviour = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+        make = _HANDLERS[handler.request_streaming, handler.response_streaming]
+        wrap = self._wrap_stream if handler.response_streaming else self._wrap_unary
+        return make(
+            wrap(behaviour, call_of),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _wrap_unary(self, behaviour: Any, call_of: Callable[[Any], Call]) -> Any:
+        async def handle(request: Any, context: Any) -> Any:
+            async with self._around(call_of(context)):
+                return await behaviour(request, context)
+
+        return handle
+
+    def _wrap_stream(self, behaviour: Any, call_of: Callable[[Any], Call]) -> Any:
+        async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
+            async with self._around(call_of(context)):
+                async for response in behaviour(request, context):
+                    yield response
+
+        return handle
+
+    @asynccontextmanager
+    async def _around(self, call: Call) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for stage in self._stages:
+                await stack.enter_async_context(stage(call))
+            yield
+
+
+_HANDLERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def log_context(room: str, replica: str) -> Stage:
+    """Name room, replica and request in every line that the call logs."""
+
+    @asynccontextmanager
+    async def stage(call: Call) -> AsyncIterator[None]:
+        # Every call is a task of its own, so there is nothing to take back afterwards.
+        log.bind(room=room, replica=replica, request_id=call.request_id)
+        yield
+
+    return stage
+
+
+@asynccontextmanager
+async def count(call: Call) -> AsyncIterator[None]:
+    """Count the call, its time, and the status it ended with."""
+    names = (call.service, call.method)
+    metrics.RPC_STARTED.labels(*names).inc()
+    metrics.RPC_IN_FLIGHT.labels(*names).inc()
+    began = time.perf_counter()
+    code = "OK"
+    try:
+        yield
+    except asyncio.CancelledError:
+        left = call.context.time_remaining()
+        code = "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
+        raise
+    except GeneratorExit:
+        code = "CANCELLED"
+        raise
+    except BaseException:
+        code = _code_name(call.context)
+        raise
+    finally:
+        metrics.RPC_IN_FLIGHT.labels(*names).dec()
+        metrics.RPC_DURATION.labels(*names, code).observe(time.perf_counter() - began)
+
+
+def map_errors(replica: str) -> Stage:
+    """End a call that raised with the status of its exception; log what nobody meant to raise."""
+
+    @asynccontextmanager
+    async def stage(call: Call) -> AsyncIterator[None]:
+        try:
+            yield
+        except grpc.aio.AbortError:
+            raise  # The method ended the call itself.
+        except Exception as error:
+            wrapped = errors.wrap_uncaught(error)
+            if not isinstance(error, QuartetError | grpc.aio.AioRpcError | NotImplementedError):
+                _logger.exception("%s failed unexpectedly", call.method)
+            elif wrapped.error_class == "FATAL":
+                _logger.error("%s failed: %s", call.method, wrapped)
+            status = errors.to_status(_signed(wrapped, replica))
+            await call.context.abort(status.code, status.message, status.trailing_metadata)
+
+    return stage
+
+
+def limit_calls(limit: int) -> Stage:
+    """Refuse the call that would be one more than `limit`; control methods always get in."""
+    taken = 0
+
+    @asynccontextmanager
+    async def stage(call: Call) -> AsyncIterator[None]:
+        nonlocal taken
+        if not policy.takes_a_slot(call.service, call.method):
+            yield
+            return
+        if taken >= limit:
+            raise UnavailableError(
+                f"{limit} calls are being worked on already",
+                reason=errors.TOO_MANY_CALLS,
+                remedy="ask again later, or keep fewer calls in flight",
+            )
+        taken += 1
+        try:
+            yield
+        finally:
+            taken -= 1
+
+    return stage
+
+
+def _signed(error: QuartetError, replica: str) -> QuartetError:
+    """The same error with the name of this server, unless it names another."""
+    if error.info.replica:
+        return error
+    return type(error)(error.message, info=error.info, replica=replica)
+
+
+def _code_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    code: Any = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return errors.code_from_number(code or grpc.StatusCode.UNKNOWN.value[0])
