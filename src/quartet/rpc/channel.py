@@ -31,4 +31,5 @@ def create_channel(
             value=address,
             remedy="pass --rpc.insecure on a private network",
         )
-    return grpc.aio.insecure_channel(address, options=policy.channel_options(retry=retry))
+    options = policy.channel_options(retry=retry, spread=address.startswith("dns:"))
+    return grpc.aio.insecure_channel(address, options=options)

@@ -116,18 +116,27 @@ def takes_a_slot(service: str, method: str) -> bool:
     return not service.startswith(_ALWAYS_ADMITTED) and not method_policy(service, method).control
 
 
-def service_config() -> str:
-    """Service config: UNAVAILABLE is tried again, with backoff, for idempotent methods only.
+def service_config(*, retry: bool = True, spread: bool = False) -> str:
+    """The service config of a channel, as JSON.
 
-    gRPC itself adds jitter and stops at 5 attempts. Hedging is left out: Python ignores it.
+    Args:
+        retry: try UNAVAILABLE again, with backoff, for idempotent methods only. gRPC itself adds
+            jitter and stops at 5 attempts. Hedging is left out: Python ignores it.
+        spread: the address is a name for several servers: take turns among those that serve.
     """
+    config: dict[str, object] = {}
+    if spread:
+        config["loadBalancingConfig"] = [{"round_robin": {}}]
+        config["healthCheckConfig"] = {"serviceName": ""}
+    if not retry:
+        return json.dumps(config)
     names = [
         {"service": service, "method": method}
         for service, methods in _METHODS.items()
         for method, policy in methods.items()
         if policy.idempotent
     ]
-    retry = {
+    again = {
         "maxAttempts": 4,
         "initialBackoff": "0.1s",
         "maxBackoff": "2s",
@@ -135,10 +144,9 @@ def service_config() -> str:
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
     # A server that fails most calls is left alone until it recovers.
-    throttling = {"maxTokens": 100, "tokenRatio": 0.1}
-    return json.dumps(
-        {"methodConfig": [{"name": names, "retryPolicy": retry}], "retryThrottling": throttling}
-    )
+    config["retryThrottling"] = {"maxTokens": 100, "tokenRatio": 0.1}
+    config["methodConfig"] = [{"name": names, "retryPolicy": again}]
+    return json.dumps(config)
 
 
 _COMMON_OPTIONS: tuple[tuple[str, int | str], ...] = (
@@ -161,14 +169,12 @@ def server_options() -> tuple[tuple[str, int | str], ...]:
     )
 
 
-def channel_options(*, retry: bool) -> tuple[tuple[str, int | str], ...]:
-    """Options of every channel. `retry` is off where the caller has other replicas to try."""
-    retries: tuple[tuple[str, int | str], ...] = (
-        (("grpc.service_config", service_config()),) if retry else (("grpc.enable_retries", 0),)
-    )
+def channel_options(*, retry: bool, spread: bool) -> tuple[tuple[str, int | str], ...]:
+    """Options of every channel; see `service_config` for the arguments."""
     return (
         *_COMMON_OPTIONS,
-        *retries,
+        ("grpc.service_config", service_config(retry=retry, spread=spread)),
+        ("grpc.enable_retries", int(retry)),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
         # A replica that comes back is found within a second or two, not after two minutes.

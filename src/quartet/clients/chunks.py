@@ -1,0 +1,77 @@
+"""Cutting ragged batches into messages of about policy.CHUNK_BYTES, between sequences."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.rpc import policy
+from quartet.types import SequenceBatch, TrainSamples
+
+_NOT_PER_TOKEN = ("sequences", "margins", "rollout_logprob_spec")
+
+
+def plan_chunks(
+    lengths: NDArray[np.int32],
+    bytes_per_token: int,
+    *,
+    unit: int = 1,
+    max_bytes: int = policy.CHUNK_BYTES,
+) -> list[tuple[int, int]]:
+    """Row ranges (start, end) of consecutive sequences, each of at most `max_bytes`.
+
+    Args:
+        lengths: [B] tokens of each sequence.
+        bytes_per_token: what one token takes on the wire.
+        unit: sequences that stay together: 2 for pairs.
+        max_bytes: aim; a unit larger than this is a chunk of its own.
+    """
+    ranges: list[tuple[int, int]] = []
+    start, size = 0, 0
+    for row in range(0, len(lengths), unit):
+        bytes_of_unit = int(lengths[row : row + unit].sum()) * bytes_per_token
+        if row > start and size + bytes_of_unit > max_bytes:
+            ranges.append((start, row))
+            start, size = row, 0
+        size += bytes_of_unit
+    if start < len(lengths):
+        ranges.append((start, len(lengths)))
+    return ranges
+
+
+def slice_batch(batch: SequenceBatch, start: int, end: int) -> SequenceBatch:
+    """Sequences start to end (exclusive), as views."""
+    first, last = batch.offsets[[start, end]]
+    return SequenceBatch(
+        token_ids=batch.token_ids[first:last],
+        lengths=batch.lengths[start:end],
+        sample_ids=batch.sample_ids[start:end],
+    )
+
+
+def split_batch(batch: SequenceBatch, *, bytes_per_token: int = 4) -> list[SequenceBatch]:
+    """A batch as chunks."""
+    ranges = plan_chunks(batch.lengths, bytes_per_token)
+    return [slice_batch(batch, start, end) for start, end in ranges]
+
+
+def split_samples(samples: TrainSamples, *, unit: int = 1) -> list[TrainSamples]:
+    """Samples as chunks; `unit` sequences stay together."""
+    arrays = {
+        field.name: array
+        for field in fields(samples)
+        if field.name not in _NOT_PER_TOKEN and (array := getattr(samples, field.name)) is not None
+    }
+    batch = samples.sequences
+    bytes_per_token = 4 + sum(array.itemsize for array in arrays.values())
+    offsets = batch.offsets
+    chunks = []
+    for start, end in plan_chunks(batch.lengths, bytes_per_token, unit=unit):
+        first, last = offsets[[start, end]]
+        cut = {name: array[first:last] for name, array in arrays.items()}
+        if samples.margins is not None:
+            cut["margins"] = samples.margins[start // 2 : end // 2]
+        chunks.append(replace(samples, sequences=slice_batch(batch, start, end), **cut))
+    return chunks
