@@ -59,7 +59,8 @@ class Server:
     def __init__(self, service: Service, rpc: RpcConfig) -> None:
         rpc.check()
         self.service = service
-        self.replica = f"{service.name}-{uuid.uuid4().hex[:8]}"
+        # A room that names itself in its answers has the same name in its errors.
+        self.replica = getattr(service, "replica", "") or f"{service.name}-{uuid.uuid4().hex[:8]}"
         self.address = ""
         self._rpc = rpc
         stages = [

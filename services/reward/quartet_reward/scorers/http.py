@@ -210,7 +210,7 @@ class HttpScorer:
         endpoint.rests_until = 0.0
         try:
             return json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{endpoint.name} answered {body[:60]!r}, which is not JSON", reason="BAD_ANSWER"
             ) from error
