@@ -23,6 +23,7 @@ from quartet.config.ds import (
     RmDsConfig,
 )
 from quartet.config.launch import (
+    DialConfig,
     LaunchConfig,
     LearnerConfig,
     LearnerModelConfig,
@@ -74,6 +75,7 @@ __all__ = [
     "CkptConfig",
     "CriticConfig",
     "DeterminismFields",
+    "DialConfig",
     "DpoConfig",
     "DpoEvalConfig",
     "DpoModelConfig",

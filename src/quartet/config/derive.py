@@ -108,3 +108,40 @@ def batch_sizes(num_samples: int, batch_size: int) -> Sequence[int]:
     """Sizes of the optimizer batches that a number of samples is cut into, all samples used."""
     full, rest = divmod(num_samples, batch_size)
     return [batch_size] * full + ([rest] if rest else [])
+
+
+def groups_in_flight(config: PpoConfig) -> int | None:
+    """Prompts that may generate at the same time; None leaves it to the services."""
+    bounds = (config.rollout.max_groups_in_flight, config.rollout.vllm_generate_batch_size)
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def train_token_budget(config: PpoConfig) -> int | None:
+    """Tokens of a training micro-batch; None cuts by `train.micro_batch_size`."""
+    return config.train.max_tokens_per_gpu if config.train.dynamic_batch_enable else None
+
+
+def forward_token_budget(config: PpoConfig) -> int:
+    """Tokens of a forward pass for log-probabilities and values."""
+    if config.train.dynamic_batch_enable:
+        return config.rollout.max_tokens_per_gpu or config.train.max_tokens_per_gpu
+    return config.rollout.micro_batch_size * config.data.max_len
+
+
+def push_backend(config: PpoConfig, machine: Machine) -> tuple[str, str]:
+    """How weights travel from the learner to the engines, and why.
+
+    Returns:
+        The backend (nccl, gloo, ipc, file, or auto while it is open) and half a sentence.
+    """
+    if config.push.backend != "auto":
+        return config.push.backend, "as --push.backend says"
+    if config.vllm.sync_backend == "gloo":
+        return "gloo", "as --vllm.sync_backend says"
+    if config.learner.address:
+        return "auto", "the services say what they have when they answer"
+    if machine.num_gpus == 0:
+        return "gloo", "there is no GPU here"
+    if config.train.colocate_all and not config.train.async_enable and not config.rollout.address:
+        return "ipc", "learner and engines share their GPUs"
+    return "nccl", "learner and engines have GPUs of their own"

@@ -52,6 +52,14 @@ class RefModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DialConfig:
+    """How the trainer calls services at given addresses."""
+
+    insecure: bool = False
+    """Call other machines in plain text; without it only this machine's services are called."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
     """Patience with services."""
 

@@ -164,7 +164,7 @@ _REMEDIES: Mapping[str, str] = {
     "eval.steps": "-1 leaves it to the method",
     "ckpt.save_steps": "-1 writes none",
     "rollout.top_k": "-1 keeps all tokens",
-    "rollout.temperature": "1 is the model as it is; for greedy evaluation use --eval.temperature 0",
+    "rollout.temperature": "1 is the model as it is; near 0 is nearly greedy",
     "vllm.num_engines": "generation needs an engine; leave the flag away for one",
     "algo.kl.target": "leave it away for a fixed KL coefficient",
     "reward.overlong_buffer_len": "leave it away for no overlong penalty",

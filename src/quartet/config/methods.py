@@ -1,7 +1,7 @@
 """The configurations of `quartet train {ppo,sft,rm,dpo}`: sections, composed.
 
 Names, types and defaults are those of OpenRLHF's command lines. What Quartet adds: `address`
-fields, `learner`, `launch`, `push`, `run`, `metrics`, and single fields listed in docs/flags.md.
+fields, `learner`, `launch`, `rpc`, `push`, `run`, `metrics`, and single fields: docs/flags.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quartet.config.data import (
     SftDataConfig,
 )
 from quartet.config.ds import LmDsConfig, PpoDsConfig, RmDsConfig
-from quartet.config.launch import LaunchConfig, LearnerConfig
+from quartet.config.launch import DialConfig, LaunchConfig, LearnerConfig
 from quartet.config.models import (
     ActorConfig,
     CriticConfig,
@@ -79,6 +79,8 @@ class PpoConfig:
     """The policy's learner service."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     """Patience with services."""
+    rpc: DialConfig = field(default_factory=DialConfig)
+    """Calls to services."""
     push: PushConfig = field(default_factory=PushConfig)
     """Weights on their way to the rollout services."""
     run: RunConfig = field(default_factory=RunConfig)
@@ -103,6 +105,8 @@ class OfflineFields(OptimizerFields):
     """The learner service."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     """Patience with services."""
+    rpc: DialConfig = field(default_factory=DialConfig)
+    """Calls to services."""
     run: RunConfig = field(default_factory=RunConfig)
     """The run's folder."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from quartet.config.derive import split_list
 from quartet.config.methods import TrainerConfig
+from quartet.config.rpc import is_local
 from quartet.config.tree import leaves, value_of, wrong
 from quartet.errors import ConfigError
 
@@ -25,13 +25,20 @@ def check_checkpoints(config: TrainerConfig) -> Iterator[ConfigError]:
         )
 
 
-def check_addresses(config: Any) -> Iterator[ConfigError]:
+def check_addresses(config: TrainerConfig) -> Iterator[ConfigError]:
     """Every address can be dialled."""
     for name in leaves(type(config)):
         if not name.endswith(".address"):
             continue
         entries = split_list(value_of(config, name))
         for entry in entries:
+            if _dialable(entry) and not config.rpc.insecure and not _stays_here(entry):
+                yield wrong(
+                    name,
+                    entry,
+                    "is on another machine, and calls are plain text",
+                    "add --rpc.insecure on a private network",
+                )
             if not _dialable(entry):
                 yield wrong(
                     name,
@@ -53,3 +60,9 @@ def _dialable(entry: str) -> bool:
         return len(entry.partition(":")[2]) > 0
     match = _HOST_PORT.match(entry.removeprefix("dns:///"))
     return match is not None and 0 < int(match[1]) <= 65535
+
+
+def _stays_here(entry: str) -> bool:
+    if entry.startswith("unix"):
+        return True
+    return is_local(entry.removeprefix("dns:///").rpartition(":")[0])

@@ -1,0 +1,194 @@
+"""The command line: `quartet train`, `serve`, `probe`, `tools`.
+
+A command reads its configuration without importing torch, checks it, and only then imports what
+does the work. Exit codes: 0 done, 1 failure, 2 wrong configuration, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+from quartet import __version__
+from quartet.errors import ConfigError, QuartetError
+
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+USAGE = f"""\
+quartet {__version__}: RLHF training as four gRPC services
+
+  quartet train ppo|sft|rm|dpo [flags]               train; starts the services that have no address
+  quartet serve rollout|reward|ref|learner [flags]   serve one of them
+  quartet probe ADDRESS [SERVICE]                    ask a service whether it serves
+  quartet tools NAME [arguments]                     helpers: see quartet tools --help
+  quartet --version
+
+Flags of a command: add --help. All flags: docs/flags.md.
+With --dry-run a command prints what it would do, and ends.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Target:
+    """A command that has a configuration."""
+
+    config: str
+    """Class in `quartet.config`."""
+    module: str
+    """Module whose `main(config) -> int` does the work."""
+
+
+_TRAIN = {
+    "ppo": _Target(config="PpoConfig", module="quartet.trainer.ppo"),
+    "sft": _Target(config="SftConfig", module="quartet.trainer.sft"),
+    "rm": _Target(config="RmConfig", module="quartet.trainer.rm"),
+    "dpo": _Target(config="DpoConfig", module="quartet.trainer.dpo"),
+}
+_SERVE = {
+    "rollout": _Target(config="RolloutServeConfig", module="quartet_rollout.server"),
+    "reward": _Target(config="RewardServeConfig", module="quartet_reward.server"),
+    "ref": _Target(config="RefServeConfig", module="quartet_ref.server"),
+    "learner": _Target(config="LearnerServeConfig", module="quartet_learner.server"),
+}
+_TOOLS = {
+    "gguf-to-hf": ("quartet.tools.gguf_to_hf", "turn a GGUF file into a Hugging Face folder"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(args)
+    except QuartetError as error:
+        _complain(f"error: {error}")
+        return error.exit_code if isinstance(error, ConfigError) else EXIT_FAILURE
+    except KeyboardInterrupt:
+        _complain("interrupted: stopped")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # `quartet train ppo --help | head`: whoever read the output has seen enough.
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        return EXIT_FAILURE
+
+
+def _dispatch(args: Sequence[str]) -> int:
+    match args:
+        case [] | ["-h" | "--help" | "help", *_]:
+            sys.stdout.write(USAGE)
+            return 0
+        case ["--version" | "version", *_]:
+            sys.stdout.write(f"quartet {__version__}\n")
+            return 0
+        case ["train", *rest]:
+            return _configured("train", _TRAIN, rest)
+        case ["serve", *rest]:
+            return _configured("serve", _SERVE, rest)
+        case ["probe", *rest]:
+            return _call(import_module("quartet.rpc.probe").main, rest)
+        case ["tools", *rest]:
+            return _tool(rest)
+        case [unknown, *_]:
+            raise _unknown_command("quartet", unknown, ["train", "serve", "probe", "tools"])
+        case _:
+            raise AssertionError(args)
+
+
+def _configured(command: str, targets: dict[str, _Target], args: Sequence[str]) -> int:
+    """Load, check and run `quartet train NAME` or `quartet serve NAME`."""
+    if not args or args[0] in ("-h", "--help"):
+        sys.stdout.write(
+            f"quartet {command} {'|'.join(targets)} [flags]\n\n"
+            f"Flags: quartet {command} NAME --help\n"
+        )
+        return 0 if args else ConfigError.exit_code
+    name, *rest = args
+    if name not in targets:
+        raise _unknown_command(f"quartet {command}", name, list(targets))
+    config = import_module("quartet.config")
+    load = import_module("quartet.config.load").load
+    flags = [word for word in rest if word not in ("--dry-run", "--dry_run")]
+    loaded = load(
+        getattr(config, targets[name].config),
+        flags,
+        known_elsewhere=[getattr(config, t.config) for t in (*_TRAIN.values(), *_SERVE.values())],
+        prog=f"quartet {command} {name}",
+    )
+    import_module("quartet.config.validate").validate(loaded.config)
+    machine = import_module("quartet.config.machine").this_machine()
+    if len(flags) < len(rest):
+        plan = import_module("quartet.config.plan")
+        sys.stdout.write(
+            plan.render_plan(loaded.config, machine, loaded.origins)
+            if command == "train"
+            else plan.render_service(loaded.config, machine)
+        )
+        return 0
+    import_module("quartet.config.runnable").require_runnable(loaded.config, machine)
+    return _run(command, name, targets[name].module, loaded.config)
+
+
+def _run(command: str, name: str, module: str, config: object) -> int:
+    """Import the worker and hand it the configuration."""
+    if find_spec(module.partition(".")[0]) is None or find_spec(module) is None:
+        raise ConfigError(
+            f"quartet {command} {name} is not in this release",
+            field="command",
+            value=name,
+            remedy="--dry-run shows what it would do",
+        )
+    try:
+        worker = import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing.startswith("quartet"):
+            raise
+        extra = "trainer" if command == "train" else name
+        raise ConfigError(
+            f"quartet {command} {name} needs the package {missing}",
+            field="command",
+            value=name,
+            remedy=f"pip install 'quartet-rlhf[{extra}]'",
+        ) from error
+    return worker.main(config)
+
+
+def _tool(args: Sequence[str]) -> int:
+    """Run `quartet tools NAME`."""
+    if not args or args[0] in ("-h", "--help"):
+        lines = [f"  quartet tools {name:<12} {what}\n" for name, (_, what) in _TOOLS.items()]
+        sys.stdout.write("".join(lines))
+        return 0 if args else ConfigError.exit_code
+    name, *rest = args
+    if name not in _TOOLS:
+        raise _unknown_command("quartet tools", name, list(_TOOLS))
+    return _call(import_module(_TOOLS[name][0]).main, rest)
+
+
+def _call(function: Callable[[Sequence[str]], int], args: Sequence[str]) -> int:
+    """Call a small command's own main; its parser ends by SystemExit."""
+    try:
+        return function(list(args))
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _unknown_command(prefix: str, word: str, known: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{prefix} {word}: there is no such command",
+        field="command",
+        value=word,
+        remedy=f"there are {', '.join(known)}",
+    )
+
+
+def _complain(line: str) -> None:
+    """One line on stderr, also when nobody listens."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(line + "\n")

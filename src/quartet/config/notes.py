@@ -1,0 +1,162 @@
+"""Sentences about settings that have no effect, or another than a reader may expect.
+
+They are printed with the plan and at the start of a run. What is wrong is an error instead: see
+`quartet.config.validate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from quartet.config.derive import (
+    attention,
+    critic_model,
+    needs_critic,
+    needs_ref,
+    num_ranks,
+    rollout_engine,
+    samples_per_rollout,
+    trained_model,
+)
+from quartet.config.machine import Machine
+from quartet.config.methods import DpoConfig, PpoConfig, SftConfig, TrainerConfig
+from quartet.config.runnable import is_local
+from quartet.config.tree import flat
+
+_WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})
+"""Estimators whose advantages are whitened over the batch."""
+
+
+def notes(
+    config: TrainerConfig, machine: Machine, origins: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """What a user should know about a configuration.
+
+    Args:
+        config: the configuration.
+        machine: where it is to run.
+        origins: which values were given; None takes those that differ from their defaults.
+    """
+    given = set(origins) if origins is not None else _changed(config)
+    yield from _machine_notes(config, machine)
+    if isinstance(config, PpoConfig):
+        yield from _ppo_batches(config, machine)
+        yield from _ppo_algorithm(config, given)
+        yield from _ppo_engine(config, machine, given)
+    yield from _data_notes(config, given)
+    yield from _ignored(config, given)
+
+
+def _changed(config: TrainerConfig) -> set[str]:
+    default = flat(type(config)())
+    return {name for name, value in flat(config).items() if value != default[name]}
+
+
+def _machine_notes(config: TrainerConfig, machine: Machine) -> Iterator[str]:
+    wanted = config.ds.attn_implementation
+    if (used := attention(wanted, machine)) != wanted:
+        yield f"ds.attn_implementation: {wanted} needs a GPU, so {used} is used."
+    if machine.num_gpus == 0 and config.ds.param_dtype == "bf16":
+        yield "ds.param_dtype: bf16 is slow and coarse on a CPU; --ds.param_dtype fp32 is better."
+    model = trained_model(config)
+    if model and not is_local(model):
+        yield f"{model} is no folder here: it is a name on the Hugging Face hub, and downloaded."
+
+
+def _ppo_batches(config: PpoConfig, machine: Machine) -> Iterator[str]:
+    samples, batch = samples_per_rollout(config), config.train.batch_size
+    if rest := samples % batch:
+        yield (
+            f"train.batch_size: {samples} samples of a rollout are not a multiple of {batch}; the "
+            f"last optimizer step of each pass has {rest}. No sample is left out."
+        )
+    ranks = num_ranks(config, machine)
+    if batch < ranks:
+        yield f"train.batch_size: with {batch} samples for {ranks} ranks some ranks stand idle."
+
+
+def _ppo_algorithm(config: PpoConfig, given: set[str]) -> Iterator[str]:
+    advantage, kl = config.algo.advantage, config.algo.kl
+    estimator = advantage.estimator
+    if not needs_critic(config) and any(name.startswith("critic.") for name in given):
+        yield f"critic.*: {estimator} has no critic; these flags have no effect."
+    if needs_critic(config) and config.critic.model_name_or_path is None:
+        yield f"critic.model_name_or_path: the critic starts from {critic_model(config)}."
+    if estimator != "gae" and advantage.lambd != 1:
+        yield f"algo.advantage.lambd: only gae has a lambda; {estimator} does not use it."
+    if advantage.no_std_norm and estimator not in _WHITENED:
+        yield f"algo.advantage.no_std_norm: {estimator} does not whiten; it has no effect."
+    if not needs_ref(config):
+        yield "algo.kl.init_coef is 0: there is no reference model, and no KL is logged."
+    if needs_ref(config) and kl.use_loss and kl.estimator == "k1" and not kl.unbiased_gradient:
+        yield (
+            "algo.kl.estimator: as a loss, k1 has a gradient of mean 0; k2, or "
+            "--algo.kl.unbiased_gradient, pulls towards the reference model."
+        )
+    if needs_ref(config) and not kl.use_loss and kl.estimator != "k1":
+        yield f"algo.kl.estimator: in the reward k1 is unbiased, {kl.estimator} is not."
+    if config.actor.policy_loss_type == "gspo" and config.actor.loss_agg_mode == "token-mean":
+        yield "actor.loss_agg_mode: gspo takes the mean over sequences, whatever is set."
+    if (
+        advantage.is_correction_level == "off"
+        and {
+            "algo.advantage.is_correction_mode",
+            "algo.advantage.is_correction_gating",
+            "algo.advantage.is_correction_threshold",
+        }
+        & given
+    ):
+        yield "algo.advantage.is_correction_*: the correction is off (is_correction_level)."
+    if config.train.colocate_all and config.train.colocate_critic_reward:
+        yield "train.colocate_critic_reward: colocate_all shares all GPUs already."
+
+
+def _ppo_engine(config: PpoConfig, machine: Machine, given: set[str]) -> Iterator[str]:
+    if config.rollout.address:
+        set_here = sorted(name for name in given if name.startswith("vllm."))
+        if set_here:
+            yield f"{', '.join(set_here)}: the services at --rollout.address have their own."
+        return
+    if rollout_engine(config.rollout.engine, machine) == "vllm":
+        return
+    of_vllm = {"enable_prefix_caching", "enforce_eager", "gpu_memory_utilization"}
+    set_here = sorted(name for name in given if name.removeprefix("vllm.") in of_vllm)
+    if set_here:
+        yield f"{', '.join(set_here)}: no effect on the engine transformers."
+
+
+def _data_notes(config: TrainerConfig, given: set[str]) -> Iterator[str]:
+    data = config.data
+    if data.apply_chat_template and "data.input_template" in given and data.input_template:
+        yield "data.input_template: the chat template takes its place."
+    if not isinstance(config, PpoConfig) and (
+        data.tokenizer_chat_template and not data.apply_chat_template  # pyright: ignore[reportAttributeAccessIssue]
+    ):
+        yield "data.tokenizer_chat_template: no effect without --data.apply_chat_template."
+    if isinstance(config, SftConfig) and config.model.pretrain_mode_enable:
+        unused = {"data.output_key", "data.apply_chat_template", "data.multiturn"} & given
+        if unused:
+            yield f"{', '.join(sorted(unused))}: raw text has none of it in pre-training mode."
+    if isinstance(config, DpoConfig) and config.ref.model_name_or_path is None:
+        yield "ref.model_name_or_path: the reference model is the model as it is at the start."
+
+
+def _ignored(config: TrainerConfig, given: set[str]) -> Iterator[str]:
+    if "data.dataloader_num_workers" in given and config.data.dataloader_num_workers:
+        yield "data.dataloader_num_workers: no effect, the trainer tokenizes ahead of the learner."
+    if not isinstance(config, PpoConfig):
+        return
+    if config.train.dynamic_batch_enable:
+        if "train.micro_batch_size" in given:
+            yield "train.micro_batch_size: micro-batches are filled by tokens instead."
+    elif {"train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"} & given:
+        yield "train.max_tokens_per_gpu: no effect without --train.dynamic_batch_enable."
+    for role in ("reward", "critic", "ref", "actor"):
+        address = config.learner.address if role == "actor" else getattr(config, role).address
+        if address and f"{role}.num_gpus_per_node" in given:
+            yield f"{role}.num_gpus_per_node: the service at {address} has its own GPUs."
+    if config.reward.address and config.reward.model_name_or_path:
+        yield (
+            "reward.model_name_or_path: the service at --reward.address has its own; here it only "
+            "starts the critic."
+        )

@@ -1,0 +1,226 @@
+"""Can this build, on this machine, run a configuration? `--dry-run` reports it, a run requires it.
+
+`quartet.config.validate` asks whether the values fit each other. The line between the two is that a
+plan for eight GPUs can be looked at on a laptop.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quartet.config.derive import (
+    push_backend,
+    rollout_engine,
+    split_list,
+    trained_model,
+)
+from quartet.config.machine import Machine
+from quartet.config.methods import DpoConfig, PpoConfig, TrainerConfig
+from quartet.config.placement import gpus_needed
+from quartet.config.serve import (
+    LearnerServeConfig,
+    RefServeConfig,
+    RewardServeConfig,
+    RolloutServeConfig,
+    ServeConfig,
+)
+from quartet.config.support import unsupported
+from quartet.config.tree import wrong
+from quartet.errors import ConfigError
+
+_MULTI_NODE = (("actor", "learner"), ("critic", "critic"), ("ref", "ref"), ("reward", "reward"))
+"""Sections with a number of machines, and whose address stands in for them."""
+
+
+def obstacles(config: Any, machine: Machine) -> Iterator[ConfigError]:
+    """Everything that keeps a configuration from running here and now."""
+    yield from unsupported(config)
+    if config.ds.param_dtype == "fp16" and machine.num_gpus == 0:
+        yield wrong(
+            "ds.param_dtype", "fp16", "does not train on a CPU", "set --ds.param_dtype fp32"
+        )
+    if isinstance(config, ServeConfig):
+        yield from _service(config, machine)
+        return
+    yield from _inputs(config)
+    if isinstance(config, PpoConfig):
+        yield from _ppo(config, machine)
+    needed = gpus_needed(config, machine)
+    if needed > machine.num_gpus:
+        yield _too_many_gpus(config, needed, machine)
+
+
+def require_runnable(config: Any, machine: Machine) -> None:
+    """Raise the first of `obstacles`.
+
+    Raises:
+        ConfigError: names field, value and remedy.
+    """
+    for obstacle in obstacles(config, machine):
+        raise obstacle
+
+
+def _too_many_gpus(config: TrainerConfig, needed: int, machine: Machine) -> ConfigError:
+    name = "actor.num_gpus_per_node" if isinstance(config, PpoConfig) else "learner.num_ranks"
+    return wrong(
+        name,
+        None,
+        f"the services that the trainer starts need {needed} GPUs, this machine has "
+        f"{machine.num_gpus}",
+        "lower the numbers of GPUs, share them with --train.colocate_all, or give addresses of "
+        "services elsewhere"
+        if isinstance(config, PpoConfig)
+        else f"give at most {machine.num_gpus}",
+    )
+
+
+def _ppo(config: PpoConfig, machine: Machine) -> Iterator[ConfigError]:
+    for section, addressed in _MULTI_NODE:
+        nodes = getattr(config, section).num_nodes
+        if nodes > 1 and not getattr(config, addressed).address:
+            yield wrong(
+                f"{section}.num_nodes",
+                nodes,
+                "the trainer starts services on its own machine only",
+                f"start the service there and give --{addressed}.address",
+            )
+    if not config.rollout.address:
+        yield from _engine(config.rollout.engine, config.vllm.tensor_parallel_size, machine)
+    backend, _ = push_backend(config, machine)
+    if backend == "ipc":
+        yield wrong(
+            "push.backend",
+            "ipc",
+            "weights cannot be handed over inside a GPU in this release",
+            "take --push.backend gloo, or file",
+        )
+    if backend == "nccl" and machine.num_gpus == 0:
+        yield wrong("push.backend", "nccl", "there is no GPU here", "take --push.backend gloo")
+
+
+def _engine(name: Any, width: int, machine: Machine) -> Iterator[ConfigError]:
+    engine = rollout_engine(name, machine)
+    if engine == "vllm" and not machine.has_vllm:
+        yield wrong(
+            "rollout.engine",
+            "vllm",
+            "the package vllm is not installed",
+            "install it, or take --rollout.engine transformers",
+        )
+    if engine == "transformers" and width > 1:
+        yield wrong(
+            "vllm.tensor_parallel_size",
+            width,
+            "the engine transformers works on one device",
+            "leave it at 1, or take --rollout.engine vllm on a machine with GPUs",
+        )
+
+
+def _service(config: ServeConfig, machine: Machine) -> Iterator[ConfigError]:
+    match config:
+        case RolloutServeConfig():
+            yield from _model("rollout.model_name_or_path", config.rollout.model_name_or_path)
+            yield from _engine(config.rollout.engine, config.vllm.tensor_parallel_size, machine)
+        case RefServeConfig():
+            yield from _model("ref.model_name_or_path", config.ref.model_name_or_path)
+        case LearnerServeConfig():
+            yield from _model("learner.model_name_or_path", config.learner.model_name_or_path)
+            ranks = config.learner.num_ranks or 0
+            if machine.num_gpus and ranks > machine.num_gpus:
+                yield wrong(
+                    "learner.num_ranks",
+                    ranks,
+                    f"each rank needs a GPU, and this machine has {machine.num_gpus}",
+                    f"give at most {machine.num_gpus}",
+                )
+        case RewardServeConfig():
+            yield from _model("reward.model_name_or_path", config.reward.model_name_or_path)
+            yield from _reward_file(config.reward.remote_url)
+
+
+def _inputs(config: TrainerConfig) -> Iterator[ConfigError]:
+    """Folders and files that are named must be there."""
+    if isinstance(config, PpoConfig):
+        yield from _model("actor.model_name_or_path", trained_model(config))
+        if not config.critic.address:
+            yield from _model("critic.model_name_or_path", config.critic.model_name_or_path)
+        if not config.reward.address:
+            yield from _model("reward.model_name_or_path", config.reward.model_name_or_path)
+            yield from _reward_file(config.reward.remote_url)
+        yield from _datasets("data.prompt_dataset", config.data.prompt_dataset)
+        return
+    yield from _model("model.model_name_or_path", trained_model(config))
+    if isinstance(config, DpoConfig):
+        yield from _model("ref.model_name_or_path", config.ref.model_name_or_path)
+    yield from _datasets("data.dataset", config.data.dataset)
+    yield from _datasets("eval.dataset", config.eval.dataset)
+
+
+def is_local(name: str) -> bool:
+    """True for what can only be a path: hub names have one slash and no leading dot."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def _model(flag: str, name: str | None) -> Iterator[ConfigError]:
+    if not name or not is_local(name):
+        return
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        yield wrong(flag, name, "there is no such folder", "check the path")
+    elif not (folder / "config.json").is_file():
+        yield wrong(
+            flag,
+            name,
+            "this folder holds no model: config.json is missing",
+            "give the folder that `save_pretrained` or an export wrote",
+        )
+
+
+def _datasets(flag: str, names: str | None) -> Iterator[ConfigError]:
+    for name in split_list(names):
+        path = name.partition("@")[0]
+        suffixed = path.endswith((".jsonl", ".json", ".csv", ".parquet", ".arrow", ".py"))
+        if (is_local(path) or suffixed) and not Path(path).expanduser().exists():
+            yield wrong(flag, name, "there is no such file or folder", "check the path")
+
+
+def _reward_file(source: str | None) -> Iterator[ConfigError]:
+    """A Python file of rewards must define `reward_func`. Read, never run, by the trainer."""
+    if not source or not source.endswith(".py"):
+        return
+    flag, path = "reward.remote_url", Path(source).expanduser()
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        yield wrong(flag, source, f"cannot be read ({error.strerror})", "check the path")
+        return
+    except (SyntaxError, ValueError) as error:
+        yield wrong(flag, source, f"is no Python file ({error})", "correct the file")
+        return
+    if not _defines(tree, "reward_func"):
+        yield wrong(
+            flag,
+            source,
+            "does not define reward_func",
+            "define reward_func(queries, prompts, labels, **kwargs)",
+        )
+
+
+def _defines(tree: ast.Module, name: str) -> bool:
+    """True when a module binds a name outside its functions and classes, or may do so."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found = [node.name]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found = [alias.asname or alias.name for alias in node.names]
+        else:
+            found = [node.id] if isinstance(node, ast.Name) else []
+            waiting.extend(ast.iter_child_nodes(node))
+        if name in found or "*" in found:
+            return True
+    return False

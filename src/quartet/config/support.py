@@ -1,0 +1,202 @@
+"""What this build does with flags whose machinery is not there: one table, nothing in silence.
+
+A flag of `REFUSED` may be parsed, but a value other than its default stops the run before it
+starts, with the sentence here. A flag of `EXPLAINED` is accepted, and what is different here is
+said. All other flags do what their help says. docs/flags.md is made from the same tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quartet.config.methods import PpoConfig
+from quartet.config.tree import flat, value_of, wrong
+from quartet.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why a flag is refused, and what to use instead."""
+
+    why: str
+    instead: str
+
+
+_NO_ASYNC = Refusal(
+    why="generation does not run ahead of training in this release",
+    instead="leave the flag away; groups are scored while others are still generated",
+)
+_NO_LORA = Refusal(
+    why="adapters are not in this release", instead="all weights are trained; leave the flag away"
+)
+_NO_RING = Refusal(
+    why="a sequence is not spread over GPUs in this release",
+    instead="leave it at 1; lower --data.max_len, or add --actor.gradient_checkpointing_enable",
+)
+_NO_EMA = Refusal(
+    why="averaged weights are not in this release", instead="leave the flag away; average exports"
+)
+
+REFUSED: Mapping[str, Refusal] = {
+    "train.async_enable": _NO_ASYNC,
+    "train.async_queue_size": _NO_ASYNC,
+    "train.partial_rollout_enable": _NO_ASYNC,
+    "train.enable_ema": _NO_EMA,
+    "train.ema_beta": _NO_EMA,
+    "train.agent_func_path": Refusal(
+        why="agents are not in this release",
+        instead="score single answers with --reward.remote_url file.py",
+    ),
+    "data.max_images_per_prompt": Refusal(
+        why="models of images are not in this release", instead="leave it at 0"
+    ),
+    "data.image_key": Refusal(
+        why="models of images are not in this release", instead="leave the flag away"
+    ),
+    "actor.freeze_visual_encoder": Refusal(
+        why="models of images are not in this release", instead="leave the flag away"
+    ),
+    "learner.freeze_visual_encoder": Refusal(
+        why="models of images are not in this release", instead="leave the flag away"
+    ),
+    "ds.ring_attn_size": _NO_RING,
+    "ds.ring_attn_head_stride": _NO_RING,
+    "ds.tensor_parallel_size": Refusal(
+        why="the learner does not spread single layers over GPUs in this release",
+        instead="leave it at 1 and spread the weights with --ds.zero_stage 3",
+    ),
+    "ds.load_in_4bit": Refusal(
+        why="quantised weights are not in this release",
+        instead="use bf16, with --ds.zero_stage 3 for memory",
+    ),
+    "ds.lora.rank": _NO_LORA,
+    "ds.lora.alpha": _NO_LORA,
+    "ds.lora.dropout": _NO_LORA,
+    "ds.lora.target_modules": _NO_LORA,
+    "ds.use_liger_kernel": Refusal(
+        why="liger kernels are not in this release",
+        instead="leave the flag away; log-probabilities are computed in chunks as it is",
+    ),
+    "ds.deepcompile": Refusal(
+        why="DeepSpeed's compiler is not in this release", instead="leave the flag away"
+    ),
+    "ds.use_universal_ckpt": Refusal(
+        why="universal checkpoints are not in this release",
+        instead="go on with as many ranks as saved the checkpoint",
+    ),
+    "vllm.sync_with_ray": Refusal(
+        why="there is no Ray here", instead="leave the flag away; --push.backend chooses the way"
+    ),
+    "use_ms": Refusal(
+        why="ModelScope downloads are not in this release",
+        instead="download the model first and give its folder",
+    ),
+    "eval.dataset": Refusal(
+        why="PPO does not evaluate during training in this release",
+        instead="leave the flag away; reward and samples are logged at each step",
+    ),
+    "eval.temperature": Refusal(
+        why="PPO does not evaluate during training in this release", instead="leave the flag away"
+    ),
+    "eval.n_samples_per_prompt": Refusal(
+        why="PPO does not evaluate during training in this release", instead="leave the flag away"
+    ),
+    "eval.steps": Refusal(
+        why="PPO does not evaluate during training in this release", instead="leave it at -1"
+    ),
+    "eval.split": Refusal(
+        why="PPO does not evaluate during training in this release", instead="leave the flag away"
+    ),
+    "ckpt.best_metric_key": Refusal(
+        why="the best checkpoint is known from evaluation, which is not in this release",
+        instead="leave the flag away",
+    ),
+    "ckpt.load_enable": Refusal(
+        why="a run does not go on from a checkpoint in this release",
+        instead="start from the exported model, --actor.model_name_or_path FOLDER",
+    ),
+    "algo.dynamic_filtering_enable": Refusal(
+        why="groups are not filtered and replaced in this release",
+        instead="leave the flag away; groups of equal rewards have advantage 0",
+    ),
+    "algo.dynamic_filtering_range": Refusal(
+        why="groups are not filtered and replaced in this release", instead="leave the flag away"
+    ),
+    "vllm.enable_sleep": Refusal(
+        why="engines do not sleep between the phases in this release",
+        instead="lower --vllm.gpu_memory_utilization so that all models fit",
+    ),
+    "ds.enable_sleep": Refusal(
+        why="learners do not sleep between the phases in this release",
+        instead="use --ds.adam_offload to keep the optimizer in main memory",
+    ),
+    "local_rank": Refusal(
+        why="Quartet starts its own processes",
+        instead="start `quartet train` once, without deepspeed or torchrun",
+    ),
+}
+"""Flags refused at any other value than their default."""
+
+_PPO_ONLY = frozenset(
+    {"eval.dataset", "eval.steps", "eval.split", "ckpt.best_metric_key", "ckpt.load_enable"}
+)
+"""Flags that only PPO refuses."""
+
+EXPLAINED: Mapping[str, str] = {
+    "actor.num_nodes": "The trainer starts services on its own machine; for others give "
+    "--learner.address.",
+    "critic.num_nodes": "The trainer starts services on its own machine; for others give "
+    "--critic.address.",
+    "ref.num_nodes": "The trainer starts services on its own machine; for others give "
+    "--ref.address.",
+    "reward.num_nodes": "The trainer starts services on its own machine; for others give "
+    "--reward.address.",
+    "actor.num_gpus_per_node": "Has no effect on a machine without a GPU: see --learner.num_ranks.",
+    "critic.num_gpus_per_node": "Has no effect on a machine without a GPU: see "
+    "--learner.num_ranks.",
+    "ref.num_gpus_per_node": "One replica of the ref service on each GPU; one in all without GPUs.",
+    "reward.num_gpus_per_node": "One replica of a reward model on each GPU; one in all without "
+    "GPUs.",
+    "vllm.sync_backend": "nccl leaves the choice to the trainer, gloo is --push.backend gloo.",
+    "vllm.num_engines": "Rollout services, of whatever engine; OpenRLHF requires it, here it is 1.",
+    "vllm.enable_prefix_caching": "Only the engine vllm has it.",
+    "vllm.enforce_eager": "Only the engine vllm captures graphs.",
+    "vllm.gpu_memory_utilization": "Only the engine vllm reserves memory.",
+    "rollout.vllm_generate_batch_size": "Prompts in flight at most; groups stream, so there are no "
+    "batches of generation.",
+    "rollout.micro_batch_size": "Forward passes are cut by tokens: this many sequences of "
+    "data.max_len.",
+    "data.dataloader_num_workers": "Has no effect: the trainer tokenizes ahead of the learner.",
+    "logger.wandb.key": "Never written to the run's files or logs.",
+    "ckpt.load_enable": "An error where there is no checkpoint, rather than a fresh start.",
+    "reward.clip_range": "Clips rewards before the baseline is taken off; "
+    "--reward.clip_after_baseline is OpenRLHF's order.",
+    "reward.stop_properly_penalty_coef": "Never raises a reward; --reward.stop_properly_legacy is "
+    "OpenRLHF's rule.",
+    "ds.attn_implementation": "sdpa takes the place of flash attention where there is no GPU.",
+    "model.loss_type": "sigmoid or logexp; OpenRLHF takes any other word for logexp.",
+    "critic.model_name_or_path": "Only gae has a critic.",
+    "train.micro_batch_size": "Memory depends on it, the result does not.",
+}
+"""Flags that are accepted, with what is different here."""
+
+
+def refusal(name: str, cls: type) -> Refusal | None:
+    """The refusal of a flag in a command, if any."""
+    if name in _PPO_ONLY and cls is not PpoConfig:
+        return None
+    return REFUSED.get(name)
+
+
+def unsupported(config: Any) -> Iterator[ConfigError]:
+    """The error for every value that this build cannot honour."""
+    cls = type(config)
+    defaults = flat(cls())
+    for name, default in defaults.items():
+        reason = refusal(name, cls)
+        value = value_of(config, name)
+        if reason is not None and value != default:
+            shown = None if isinstance(value, bool) else value
+            yield wrong(name, shown, reason.why, reason.instead)
