@@ -106,7 +106,7 @@ class ReplicaPool(Generic[AnyClient]):
         return [replica.client for replica in self._replicas if replica.serving]
 
     async def wait_ready(self, timeout: float) -> None:
-        """Wait until every replica serves; raises as Client.wait_ready does for one that does not."""
+        """Wait until every replica serves; raises as Client.wait_ready where one does not."""
 
         async def wait(replica: _Replica[AnyClient]) -> None:
             await replica.client.wait_ready(timeout)

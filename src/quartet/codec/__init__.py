@@ -3,7 +3,7 @@
 For each type T of quartet.types there is `encode_<t>(value) -> message` and
 `decode_<t>(message) -> value`. Decoders trust nothing: what does not fit raises RequestError
 (DataError for a score that is no number) and names the field. Decoded arrays are read-only views
-of the message's bytes; copy before writing.
+of the message's bytes; copy before writing. Maps come out sorted by key, so that runs repeat.
 
 To add a field: the proto, the type, its encoder and decoder here; the round-trip test finds the
 one that was forgotten.

@@ -239,7 +239,7 @@ def decode_train_result(message: pb.TrainResponse) -> TrainResult:
     return TrainResult(
         optimizer_steps=message.optimizer_steps,
         applied=message.applied,
-        metrics=dict(message.metrics),
+        metrics=dict(sorted(message.metrics.items())),
         grad_norm=message.grad_norm,
         lr=message.lr,
         num_samples=message.num_samples,

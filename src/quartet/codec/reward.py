@@ -118,7 +118,11 @@ def encode_reward(reward: Reward) -> pb.Reward:
 
 def decode_reward(message: pb.Reward, sample_id: str = "") -> Reward:
     """Decode a score. Raises DataError when a number is not finite."""
-    reward = Reward(reward=message.reward, score=message.score, extra_logs=dict(message.extra_logs))
+    reward = Reward(
+        reward=message.reward,
+        score=message.score,
+        extra_logs=dict(sorted(message.extra_logs.items())),
+    )
     _check_finite(reward, sample_id)
     return reward
 

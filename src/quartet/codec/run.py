@@ -243,7 +243,7 @@ def decode_export_model_request(message: pb.ExportModelRequest) -> ExportModelRe
     """Decode a call of ExportModel."""
     values = {
         name: finite(value, f"config_values[{name}]")
-        for name, value in message.config_values.items()
+        for name, value in sorted(message.config_values.items())
     }
     return ExportModelRequest(
         request_id=decode_request_id(message),

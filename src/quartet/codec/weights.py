@@ -103,7 +103,7 @@ def decode_rendezvous(message: weights_pb2.Rendezvous) -> Rendezvous:
         store_address=message.store_address,
         group_name=message.group_name,
         folder=message.folder,
-        ipc_handles=dict(message.ipc_handles),
+        ipc_handles=dict(sorted(message.ipc_handles.items())),
     )
 
 
