@@ -47,9 +47,9 @@ def test_policy_loss_vectors(case, close):
 
 
 CORRECTIONS = {
-    "tis": dict(level="token", mode="clip"),
-    "icepop": dict(level="token", mode="mask"),
-    "seq-mask-tis": dict(level="seq", mode="mask"),
+    "tis": {"level": "token", "mode": "clip"},
+    "icepop": {"level": "token", "mode": "mask"},
+    "seq-mask-tis": {"level": "seq", "mode": "mask"},
 }
 
 
@@ -64,7 +64,7 @@ def test_correction_vectors(case, close):
         eps_clip_high=params["clip"],
         aggregation="seq-mean-token-mean" if gspo else "token-mean",
         mismatch_correction=MismatchCorrection(
-            **CORRECTIONS.get(params.get("type"), dict(level="token")),
+            **CORRECTIONS.get(params.get("type"), {"level": "token"}),
             threshold_low=low,
             threshold_high=high,
         ),

@@ -1,4 +1,7 @@
-"""Losses as pure functions of flat tensors. To add one: its function here, a branch in `compute`."""
+"""Losses as pure functions of flat tensors.
+
+To add one: its function in a file of its own, and its line in microbatch.run_micro_batch.
+"""
 
 from quartet_learner.losses.aggregation import token_weights
 from quartet_learner.losses.base import LossOutput, StepCounts, TokenBatch

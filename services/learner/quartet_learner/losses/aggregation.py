@@ -13,8 +13,8 @@ T and S count the tokens, and the sequences that have any, of the whole optimize
 from __future__ import annotations
 
 import torch
-from quartet.types.learner import Aggregation
 
+from quartet.types.learner import Aggregation
 from quartet_learner.losses.base import StepCounts, Tensor, TokenBatch
 
 

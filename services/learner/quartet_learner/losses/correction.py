@@ -14,8 +14,8 @@ their sum.
 from __future__ import annotations
 
 import torch
-from quartet.types import MismatchCorrection
 
+from quartet.types import MismatchCorrection
 from quartet_learner.losses.base import (
     MAX_LOG_RATIO,
     StepCounts,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quartet.types import DpoLoss
 from torch.nn.functional import logsigmoid
 
+from quartet.types import DpoLoss
 from quartet_learner.losses.base import (
     LossOutput,
     StepCounts,
@@ -17,9 +17,7 @@ from quartet_learner.losses.base import (
 from quartet_learner.losses.pairwise import pair_metrics
 
 
-def dpo_loss(
-    spec: DpoLoss, batch: TokenBatch, logprobs: Tensor, counts: StepCounts
-) -> LossOutput:
+def dpo_loss(spec: DpoLoss, batch: TokenBatch, logprobs: Tensor, counts: StepCounts) -> LossOutput:
     """Mean over the pairs of the step, of summed log-probabilities of the trained tokens.
 
     With x = (policy - ref) of the chosen answer minus that of the rejected one:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quartet.types import PairwiseLoss
 from torch.nn.functional import logsigmoid, softplus
 
+from quartet.types import PairwiseLoss
 from quartet_learner.losses.base import LossOutput, StepCounts, Tensor
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from quartet.types import ValueLoss
 
+from quartet.types import ValueLoss
 from quartet_learner.losses.aggregation import token_weights
 from quartet_learner.losses.base import (
     LossOutput,

@@ -1,0 +1,303 @@
+"""What a step must fulfil before any rank touches it. Each failure names field, value and remedy.
+
+These run on rank 0, before the other ranks hear of the step: nothing that a caller can get wrong
+may fail inside a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from quartet.errors import RequestError
+from quartet.types import (
+    DpoLoss,
+    Head,
+    LogprobKind,
+    LogprobSpec,
+    Loss,
+    PairwiseLoss,
+    PolicyLoss,
+    SequenceBatch,
+    SftLoss,
+    TrainSamples,
+    ValueLoss,
+)
+from quartet_learner.samples import PER_TOKEN, names_of, present
+
+HEADS: dict[type[Loss], Head] = {
+    PolicyLoss: Head.LM,
+    SftLoss: Head.LM,
+    DpoLoss: Head.LM,
+    ValueLoss: Head.VALUE,
+    PairwiseLoss: Head.REWARD,
+}
+"""The head that each loss trains."""
+
+
+def comes_in_pairs(loss: Loss) -> bool:
+    """True for the losses that compare a chosen and a rejected sequence."""
+    return isinstance(loss, PairwiseLoss | DpoLoss)
+
+
+def needed_fields(loss: Loss) -> tuple[str, ...]:
+    """Arrays of TrainSamples without which the loss cannot be computed."""
+    if isinstance(loss, PolicyLoss):
+        names = ["action_mask", "advantages", "old_logprobs"]
+        if loss.kl_loss is not None:
+            names.append("ref_logprobs")
+        if loss.mismatch_correction is not None:
+            names.append("rollout_logprobs")
+        return tuple(names)
+    if isinstance(loss, ValueLoss):
+        clipped = ("old_values",) if loss.value_clip is not None else ()
+        return ("action_mask", "returns", *clipped)
+    if isinstance(loss, SftLoss):
+        return ("action_mask",)
+    if isinstance(loss, DpoLoss):
+        return ("action_mask", "ref_logprobs")
+    return ()
+
+
+def check_loss(loss: Loss, head: Head) -> None:
+    """Raise RequestError for a loss that does not fit the head, or constants out of range."""
+    if HEADS[type(loss)] is not head:
+        raise _wrong(
+            f"a {type(loss).__name__} trains head {HEADS[type(loss)]}, this learner has {head}",
+            field="loss",
+            value=type(loss).__name__,
+            remedy=f"send it to a learner with --learner.head {HEADS[type(loss)]}",
+        )
+    if loss.aux_loss_coef != 0:
+        raise _wrong(
+            "the learner has no router loss",
+            field="loss.aux_loss_coef",
+            value=str(loss.aux_loss_coef),
+            remedy="set aux_loss_coef to 0",
+        )
+    if isinstance(loss, PolicyLoss):
+        _check_policy_loss(loss)
+    if isinstance(loss, DpoLoss) and not loss.beta > 0:
+        raise _wrong("beta must be above 0", "loss.beta", str(loss.beta), "use for example 0.1")
+
+
+def check_samples(loss: Loss, parts: Sequence[TrainSamples]) -> None:
+    """Raise RequestError for chunks that cannot be joined or lack what the loss needs."""
+    if not parts or not any(len(part.sequences) for part in parts):
+        raise _wrong("the step has no samples", "samples", "0", "send at least one sequence")
+    for part in parts[1:]:
+        if present(part) != present(parts[0]):
+            odd = sorted(present(part) ^ present(parts[0]))[0]
+            raise _wrong("only some chunks have it", f"samples.{odd}", "", "send it in all or none")
+        if part.rollout_logprob_spec != parts[0].rollout_logprob_spec:
+            raise _wrong(
+                "chunks of one step have different kinds of rollout log-probabilities",
+                "samples.rollout_logprob_spec",
+                str(part.rollout_logprob_spec),
+                "sample a batch with one set of sampling parameters",
+            )
+    for name in needed_fields(loss):
+        if name not in present(parts[0]):
+            raise _wrong(
+                f"{type(loss).__name__} needs {name}",
+                f"samples.{name}",
+                "missing",
+                f"send {name} with every chunk",
+            )
+    _check_rollout_spec(loss, parts[0].rollout_logprob_spec)
+
+
+def check_joined(loss: Loss, samples: TrainSamples, vocabulary: int, max_length: int) -> None:
+    """Raise RequestError for arrays that are wrong inside: shapes, ids, masks, numbers."""
+    sequences = samples.sequences
+    check_sequences(sequences, vocabulary, max_length)
+    for name in PER_TOKEN:
+        array = getattr(samples, name)
+        if array is not None and array.shape != (sequences.num_tokens,):
+            raise _wrong(
+                f"{name} has shape {list(array.shape)} for {sequences.num_tokens} tokens",
+                f"samples.{name}",
+                str(list(array.shape)),
+                "send one number a token",
+            )
+    if comes_in_pairs(loss):
+        _check_pairs(samples)
+    mask = samples.action_mask
+    if mask is None or isinstance(loss, PairwiseLoss):
+        return
+    firsts = sequences.offsets[:-1]
+    if mask[firsts].any():
+        row = int(np.flatnonzero(mask[firsts])[0])
+        raise _wrong(
+            "the first token of a sequence is trained, but nothing predicts it",
+            "samples.action_mask",
+            "true",
+            "mask it, or begin the sequence with a token that is not trained",
+            sample_id=names_of(sequences)[row],
+        )
+    if not mask.any():
+        raise _wrong(
+            "no token of the step is trained", "samples.action_mask", "all false", "drop the step"
+        )
+    for name in needed_fields(loss):
+        _check_finite(name, getattr(samples, name), mask, sequences)
+
+
+def check_sequences(sequences: SequenceBatch, vocabulary: int, max_length: int) -> None:
+    """Raise RequestError for ids outside the vocabulary, and for lengths out of range."""
+    ids = sequences.token_ids
+    bad = np.flatnonzero((ids < 0) | (ids >= vocabulary))
+    if len(bad):
+        raise _wrong(
+            f"token id {ids[bad[0]]} is not in the vocabulary of {vocabulary}",
+            "sequences.token_ids",
+            str(ids[bad[0]]),
+            "use the tokenizer of the learner's model",
+            sample_id=_name_at(sequences, int(bad[0])),
+        )
+    long = np.flatnonzero(sequences.lengths > (max_length or np.inf))
+    if len(long):
+        raise _wrong(
+            f"a sequence of {sequences.lengths[long[0]]} tokens; the learner takes {max_length}",
+            "sequences.lengths",
+            str(sequences.lengths[long[0]]),
+            "lower the lengths of prompts and completions, or raise the learner's --data.max_len",
+            sample_id=names_of(sequences)[int(long[0])],
+        )
+
+
+def _check_policy_loss(loss: PolicyLoss) -> None:
+    if not (math.isfinite(loss.temperature) and loss.temperature > 0):
+        raise _wrong(
+            "temperature must be above 0",
+            "loss.temperature",
+            str(loss.temperature),
+            "send the temperature that sampled",
+        )
+    if loss.dual_clip is not None and not loss.dual_clip > 1:
+        raise _wrong(
+            "dual_clip must be above 1", "loss.dual_clip", str(loss.dual_clip), "use for example 3"
+        )
+    if loss.aggregation == "seq-mean-token-sum-norm" and loss.aggregation_length < 1:
+        raise _wrong(
+            "seq-mean-token-sum-norm needs a length",
+            "loss.aggregation_length",
+            str(loss.aggregation_length),
+            "send the longest completion in tokens",
+        )
+    correction = loss.mismatch_correction
+    if correction is None:
+        return
+    if correction.mode == "clip" and (correction.level, correction.gating) != ("token", "ratio"):
+        raise _wrong(
+            "mode clip works on the ratios of tokens",
+            "loss.mismatch_correction.mode",
+            f"clip with level {correction.level} and gating {correction.gating}",
+            "use mode mask, or level token and gating ratio",
+        )
+    if not correction.threshold_low <= correction.threshold_high:
+        raise _wrong(
+            "the band of the mismatch correction is empty",
+            "loss.mismatch_correction.threshold_low",
+            f"{correction.threshold_low} .. {correction.threshold_high}",
+            "make threshold_low the smaller one",
+        )
+
+
+def _check_rollout_spec(loss: Loss, spec: LogprobSpec | None) -> None:
+    """The rollout's log-probabilities must be of the distribution that the learner computes.
+
+    The learner computes log softmax(logits / temperature) over the whole vocabulary. Raw
+    log-probabilities are that at temperature 1 only, and those after top-p or top-k are
+    renormalised over the tokens kept, so the ratio would be biased by the mass left out.
+    """
+    if not isinstance(loss, PolicyLoss) or loss.mismatch_correction is None:
+        return
+    field = "samples.rollout_logprob_spec"
+    if spec is None:
+        raise _wrong(
+            "the kind of the rollout log-probabilities is not known",
+            field,
+            "missing",
+            "send the rollout's logprob_spec with the samples",
+        )
+    if spec.kind is LogprobKind.RAW and (loss.temperature, spec.temperature) != (1.0, 1.0):
+        raise _wrong(
+            f"raw rollout log-probabilities do not fit temperature {loss.temperature}",
+            field,
+            f"raw, temperature {spec.temperature}",
+            "ask the rollout for processed log-probabilities, or sample at temperature 1",
+        )
+    if spec.kind is LogprobKind.PROCESSED and spec.temperature != loss.temperature:
+        raise _wrong(
+            f"the rollout sampled at {spec.temperature}, the loss says {loss.temperature}",
+            field,
+            f"temperature {spec.temperature}",
+            "send the temperature that sampled as loss.temperature",
+        )
+    if spec.top_p < 1.0 or spec.top_k > 0:
+        raise _wrong(
+            "a mismatch correction does not fit completions sampled with top-p or top-k",
+            field,
+            f"top_p {spec.top_p}, top_k {spec.top_k}",
+            "sample with top_p 1 and top_k -1, or switch the correction off",
+        )
+
+
+def _check_pairs(samples: TrainSamples) -> None:
+    count = len(samples.sequences)
+    if count % 2:
+        raise _wrong(
+            f"{count} sequences are no pairs",
+            "samples.sequences",
+            str(count),
+            "send chosen and rejected in turn, pairs whole within a chunk",
+        )
+    if samples.margins is not None and samples.margins.shape != (count // 2,):
+        raise _wrong(
+            f"{len(samples.margins)} margins for {count // 2} pairs",
+            "samples.margins",
+            str(len(samples.margins)),
+            "send one margin a pair",
+        )
+    if samples.margins is not None and not np.isfinite(samples.margins).all():
+        pair = int(np.flatnonzero(~np.isfinite(samples.margins))[0])
+        raise _wrong(
+            "a margin is not finite",
+            "samples.margins",
+            str(samples.margins[pair]),
+            "drop the pair",
+            sample_id=names_of(samples.sequences)[2 * pair],
+        )
+
+
+def _check_finite(name: str, array: np.ndarray, mask: np.ndarray, sequences: SequenceBatch) -> None:
+    if array.dtype == bool:
+        return
+    bad = np.flatnonzero(mask & ~np.isfinite(array))
+    if len(bad):
+        raise _wrong(
+            f"{name} is {array[bad[0]]} on a trained token",
+            f"samples.{name}",
+            str(array[bad[0]]),
+            "drop the sample, and look for the replica that made it",
+            sample_id=_name_at(sequences, int(bad[0])),
+        )
+
+
+def _name_at(sequences: SequenceBatch, place: int) -> str:
+    row = int(np.searchsorted(sequences.offsets, place, side="right")) - 1
+    return names_of(sequences)[row]
+
+
+def _wrong(problem: str, field: str, value: str, remedy: str, sample_id: str = "") -> RequestError:
+    return RequestError(
+        problem,
+        reason="INVALID_TRAIN_REQUEST",
+        field=field,
+        value=value,
+        remedy=remedy,
+        sample_id=sample_id,
+    )

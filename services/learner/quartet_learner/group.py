@@ -1,0 +1,108 @@
+"""The ranks of one learner: torch.distributed for DeepSpeed, and small sums over all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from quartet.errors import InfraError
+
+RANK_FAILED = "RANK_FAILED"
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Longest wait for the other ranks inside one operation; also covers slow checkpoint writes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGroup:
+    """This process among the learner's ranks."""
+
+    rank: int
+    world_size: int
+    device: Any
+    """torch.device that this rank trains on."""
+    control: Any
+    """A gloo group over all ranks, for what is on the CPU whatever trains."""
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Add numbers up over all ranks, name by name; all ranks pass the same names."""
+        import torch
+        import torch.distributed as dist
+
+        names = sorted(values)
+        total = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(total, group=self.control)
+        return dict(zip(names, total.tolist(), strict=True))
+
+    def agree(self, what: str, error: Exception | None) -> None:
+        """Wait for all ranks; raise on every rank if `error` happened on any.
+
+        Raises:
+            InfraError: `what` failed, here or on another rank.
+        """
+        failures = self.sum({"failures": float(error is not None)})["failures"]
+        if error is not None:
+            raise InfraError(f"{what} failed: {error}", reason=RANK_FAILED) from error
+        if failures:
+            raise InfraError(f"{what} failed on another rank", reason=RANK_FAILED)
+
+
+def join_group() -> RankGroup:
+    """Enter the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
+
+    Without them this process is the only rank, and meets itself on a store of its own.
+    """
+    prepare_environment()
+    import torch
+    import torch._dynamo  # DeepSpeed's zero.Init breaks whoever imports it later
+    import torch.distributed as dist
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    deepspeed = import_deepspeed()
+    if not dist.is_initialized():
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # A rank that is alone needs no address, so two learners on a host cannot collide.
+        store = dist.HashStore() if world_size == 1 else None
+        dist.init_process_group(
+            backend="nccl" if on_gpu else "gloo",
+            store=store,
+            init_method=None if store else "env://",
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+    deepspeed.init_distributed(
+        dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False
+    )
+    control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return RankGroup(
+        rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, control=control
+    )
+
+
+def prepare_environment() -> None:
+    """Set what DeepSpeed reads from the environment, where a launcher has not."""
+    import torch
+
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def import_deepspeed() -> Any:
+    """Import DeepSpeed without its shared-memory operator.
+
+    That operator serves tensor-parallel inference only, and building it takes 80 s of compiling.
+    """
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

@@ -1,0 +1,159 @@
+"""Optimizer, schedule, and the configuration of DeepSpeed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quartet.errors import ConfigError
+from quartet.types import OptimizerConfig, RunSpec, ScheduleConfig
+from quartet_learner.settings import LearnerSettings
+
+log = logging.getLogger(__name__)
+
+STALE_LOCK_SECONDS = 1800.0
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two groups: matrices decay, vectors (biases and the weights of norms) do not."""
+    decayed: list[nn.Parameter] = []
+    exempt: list[nn.Parameter] = []
+    for _, parameter in named:
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            (decayed if len(shape) > 1 else exempt).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, settings: LearnerSettings
+) -> torch.optim.Optimizer:
+    """AdamW: torch's fused kernels, which need no compiler, or DeepSpeed's on the CPU."""
+    if config.type != "adam":
+        raise ConfigError(
+            f"the learner has no optimizer {config.type}",
+            field="optimizer.type",
+            value=config.type,
+            remedy="use adam",
+        )
+    groups = parameter_groups(model.named_parameters(), config.weight_decay)
+    if settings.adam_offload:
+        remove_stale_build_locks()
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, adamw_mode=True
+        )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> Any:
+    """The schedule `config.name` of transformers, stepped once an optimizer step.
+
+    Raises:
+        ConfigError: transformers knows no such schedule, or it needs what we do not have.
+    """
+    from transformers import get_scheduler
+
+    lr = optimizer.param_groups[0]["lr"]
+    options: dict[str, Any] = {}
+    if config.name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        options = {"min_lr": lr * config.min_lr_ratio}
+    elif config.name == "polynomial":
+        options = {"lr_end": lr * config.min_lr_ratio}
+    elif config.name == "warmup_stable_decay":
+        warmup = warmup_steps(config)
+        options = {
+            "num_decay_steps": max(1, (config.total_steps - warmup) // 5),
+            "min_lr_ratio": config.min_lr_ratio,
+        }
+    try:
+        return get_scheduler(
+            config.name,
+            optimizer,
+            num_warmup_steps=warmup_steps(config),
+            num_training_steps=config.total_steps,
+            scheduler_specific_kwargs=options,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"the schedule cannot be built: {error}",
+            field="schedule.name",
+            value=config.name,
+            remedy="use for example cosine_with_min_lr, linear or constant_with_warmup",
+        ) from error
+
+
+def warmup_steps(config: ScheduleConfig) -> int:
+    """Optimizer steps over which the rate rises from 0."""
+    return math.ceil(config.warmup_ratio * config.total_steps)
+
+
+def effective_zero_stage(settings: LearnerSettings) -> int:
+    """The stage that DeepSpeed is given.
+
+    With 16-bit weights stage 0 is run as stage 1: DeepSpeed's stage 0 takes an optimizer step
+    with empty gradients at start, which spoils Adam's bias correction. Offloading needs a stage
+    that has an optimizer of its own, too.
+    """
+    if settings.param_dtype != "float32" or settings.adam_offload:
+        return max(settings.zero_stage, 1)
+    return settings.zero_stage
+
+
+def deepspeed_config(settings: LearnerSettings, spec: RunSpec, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. The learner itself accumulates, so it sees batches of one."""
+    stage = effective_zero_stage(settings)
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": settings.overlap_comm,
+        "contiguous_gradients": True,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    if settings.adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if stage == 3 and settings.zpg > 1:
+        zero["zero_hpz_partition_size"] = settings.zpg
+    config: dict[str, Any] = {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": spec.max_norm,
+        "steps_per_print": 10**12,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+    }
+    if settings.param_dtype == "bfloat16":
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    elif settings.param_dtype == "float16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 16}
+    if settings.grad_accum_dtype is not None:
+        config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
+    return config
+
+
+def remove_stale_build_locks() -> None:
+    """Delete the locks that a killed build of a DeepSpeed operator leaves behind.
+
+    torch waits for them for ever and says nothing. A build takes a few minutes, so a lock that is
+    older than STALE_LOCK_SECONDS belongs to nobody.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    for lock in Path(get_default_build_root()).glob("*/*/lock"):
+        if lock.is_file() and time.time() - lock.stat().st_mtime > STALE_LOCK_SECONDS:
+            log.warning("removing the stale build lock %s", lock)
+            lock.unlink(missing_ok=True)

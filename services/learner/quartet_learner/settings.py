@@ -1,0 +1,153 @@
+"""What the learner needs to know from its configuration, checked and small enough to hand on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from quartet.config import LearnerServeConfig
+from quartet.errors import ConfigError
+from quartet.types import Head
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerSettings:
+    """Model, head and training engine of one learner; the same on all its ranks."""
+
+    model_name_or_path: str
+    """Folder or hub name."""
+    head: Head = Head.LM
+    new_head: bool = False
+    """Head value or reward: initialise it even if the folder has one."""
+    value_head_prefix: str = "score"
+    """Name of the scalar head's tensor; `value_head_prefix` in the model's config.json wins."""
+    normalize: bool = False
+    """Head value or reward: Forward gives (x - mean) / std, both from the model's config.json."""
+    param_dtype: str = "float32"
+    """torch name of the type of the weights."""
+    attn_implementation: str = "sdpa"
+    experts_implementation: str | None = None
+    trust_remote_code: bool = False
+    max_length: int = 0
+    """Longest sequence in tokens; 0 is no limit but the model's."""
+    packed: bool = False
+    """Lay a micro-batch's sequences end to end instead of padding them."""
+    gradient_checkpointing: bool = False
+    gradient_checkpointing_reentrant: bool = False
+    zero_stage: int = 0
+    zpg: int = 1
+    """ZeRO-3: ranks of a secondary weight partition."""
+    adam_offload: bool = False
+    """Optimizer states and step in main memory."""
+    grad_accum_dtype: str | None = None
+    overlap_comm: bool = False
+    num_ranks: int | None = None
+    """Processes to start when no launcher has; None is one, or one for each visible GPU."""
+    seed: int = 42
+    full_determinism: bool = False
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads; how a rank hands its settings to the ranks it starts."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> LearnerSettings:
+        """Read what `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "head": Head(fields["head"])})
+
+
+def settings_from_config(config: LearnerServeConfig) -> LearnerSettings:
+    """Pick and check what the learner needs.
+
+    Raises:
+        ConfigError: a setting that this learner cannot honour, by name, with what to do instead.
+    """
+    ds, learner = config.ds, config.learner
+    if not learner.model_name_or_path:
+        raise ConfigError(
+            "the learner has no model",
+            field="learner.model_name_or_path",
+            remedy="give --learner.model_name_or_path a folder or a hub name",
+        )
+    _refuse_what_is_not_there(config)
+    return LearnerSettings(
+        model_name_or_path=learner.model_name_or_path,
+        head=Head(learner.head),
+        new_head=learner.new_head,
+        value_head_prefix=ds.value_head_prefix,
+        normalize=learner.normalize_enable,
+        param_dtype=DTYPES[ds.param_dtype],
+        attn_implementation=ds.attn_implementation,
+        experts_implementation=ds.experts_implementation,
+        trust_remote_code=ds.trust_remote_code,
+        max_length=config.data.max_len,
+        packed=ds.packing_samples,
+        gradient_checkpointing=learner.gradient_checkpointing_enable,
+        gradient_checkpointing_reentrant=learner.gradient_checkpointing_reentrant,
+        zero_stage=ds.zero_stage,
+        zpg=ds.zpg,
+        adam_offload=ds.adam_offload,
+        grad_accum_dtype=ds.grad_accum_dtype,
+        overlap_comm=ds.overlap_comm,
+        num_ranks=learner.num_ranks,
+        seed=config.train.seed,
+        full_determinism=config.train.full_determinism_enable,
+    )
+
+
+def _refuse_what_is_not_there(config: LearnerServeConfig) -> None:
+    """Raise ConfigError for the first setting that this learner cannot honour."""
+    ds, learner = config.ds, config.learner
+    off: list[tuple[str, object, bool, str]] = [
+        ("ds.zero_stage", ds.zero_stage, ds.zero_stage not in (0, 1, 2, 3), "use 0, 1, 2 or 3"),
+        ("learner.num_ranks", learner.num_ranks, (learner.num_ranks or 1) < 1, "use 1 or more"),
+        (
+            "ds.load_in_4bit",
+            ds.load_in_4bit,
+            ds.load_in_4bit,
+            "train in bf16 with --ds.zero_stage 3",
+        ),
+        ("ds.lora.rank", ds.lora.rank, ds.lora.rank != 0, "leave it at 0: all weights are trained"),
+        (
+            "ds.tensor_parallel_size",
+            ds.tensor_parallel_size,
+            ds.tensor_parallel_size != 1,
+            "leave it at 1 and spread the weights with --ds.zero_stage 3",
+        ),
+        (
+            "ds.ring_attn_size",
+            ds.ring_attn_size,
+            ds.ring_attn_size != 1,
+            "leave it at 1 and lower --data.max_len",
+        ),
+        ("ds.deepcompile", ds.deepcompile, ds.deepcompile, "leave it off"),
+        (
+            "ds.use_liger_kernel",
+            ds.use_liger_kernel,
+            ds.use_liger_kernel,
+            "leave it off: log-probabilities are computed in chunks as they are",
+        ),
+        (
+            "ds.use_universal_ckpt",
+            ds.use_universal_ckpt,
+            ds.use_universal_ckpt,
+            "resume with the number of ranks that saved the checkpoint",
+        ),
+        (
+            "learner.freeze_visual_encoder",
+            learner.freeze_visual_encoder,
+            learner.freeze_visual_encoder,
+            "leave it off: the learner trains models of text",
+        ),
+    ]
+    for name, value, wrong, remedy in off:
+        if wrong:
+            raise ConfigError(
+                f"the learner cannot do {name} = {value}",
+                field=name,
+                value=str(value),
+                remedy=remedy,
+            )

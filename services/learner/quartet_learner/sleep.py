@@ -1,0 +1,56 @@
+"""Moves what training needs off the device, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quartet.errors import RequestError
+
+SLEEPING_STAGES = (0, 1, 2)
+
+
+def can_sleep(zero_stage: int) -> bool:
+    """Whether the learner can leave its device with this ZeRO stage."""
+    return zero_stage in SLEEPING_STAGES
+
+
+def sleep(deepspeed: Any) -> None:
+    """Move weights, gradients and optimizer states to main memory.
+
+    Raises:
+        RequestError: DeepSpeed cannot with this optimizer.
+    """
+    stage = deepspeed.zero_optimization_stage()
+    if not can_sleep(stage):
+        raise RequestError(
+            "DeepSpeed moves the states of ZeRO-3 for its own FusedAdam only",
+            reason="SLEEP_UNSUPPORTED",
+            field="ds.zero_stage",
+            value=str(stage),
+            remedy="use --ds.zero_stage 2, or leave --ds.enable_sleep off",
+        )
+    if stage == 0:
+        _move(deepspeed, torch.device("cpu"))
+    else:
+        deepspeed.offload_states(pin_memory=torch.cuda.is_available())
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def wake(deepspeed: Any) -> None:
+    """Move back what `sleep` moved away."""
+    if deepspeed.zero_optimization_stage() == 0:
+        _move(deepspeed, deepspeed.device)
+    else:
+        deepspeed.reload_states()
+
+
+def _move(deepspeed: Any, device: torch.device) -> None:
+    """Stage 0: DeepSpeed has no method for it, so move the model and the optimizer's tensors."""
+    deepspeed.module.to(device)
+    for state in deepspeed.optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim > 0:
+                state[name] = value.to(device)

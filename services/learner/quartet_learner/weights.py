@@ -1,0 +1,187 @@
+"""Whole weights out of the training engine: for pushes and for exported models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from quartet.types import WeightManifest
+from quartet.types.requests import SavedFolder
+from quartet.weights import pack_bucket, plan_buckets
+from quartet_learner import files
+from quartet_learner.group import RankGroup, import_deepspeed
+from quartet_learner.model import TrainedModel
+
+EXPORT_BUCKET_BYTES = 256 << 20
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def buckets(model: TrainedModel, manifest: WeightManifest) -> Iterator[tuple[int, Tensor]]:
+    """Yield (bucket index, flat buffer) for every bucket of `manifest`, in order. Collective.
+
+    Under ZeRO-3 each bucket's parameters are gathered by all ranks first, so all ranks iterate to
+    the end. A buffer is good until the next one is asked for.
+    """
+    parameters = dict(model.hf.named_parameters())
+    reused: Tensor | None = None
+    for bucket in plan_buckets(manifest):
+        wanted = {slot.name: parameters[slot.name] for slot in bucket.tensors}
+        with whole(wanted.values()), torch.no_grad():
+            if reused is not None and (
+                reused.dtype != next(iter(wanted.values())).dtype or len(reused) < bucket.numel
+            ):
+                reused = None
+            flat = pack_bucket(bucket, wanted, out=reused)
+            reused = flat if reused is None else reused
+        yield bucket.index, flat
+
+
+def whole(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Inside, these parameters have their full values on every rank. Collective under ZeRO-3."""
+    partitioned = [p for p in parameters if hasattr(p, "ds_id")]
+    if not partitioned:
+        return nullcontext()
+    return import_deepspeed().zero.GatheredParameters(partitioned, modifier_rank=None)
+
+
+def export(
+    model: TrainedModel,
+    group: RankGroup,
+    source: str,
+    folder: Path,
+    config_values: Mapping[str, float],
+) -> SavedFolder:
+    """Write a folder that `from_pretrained` opens, aside and then renamed. Collective.
+
+    Args:
+        model: what is trained.
+        group: all ranks; rank 0 writes.
+        source: where the model came from; its tokenizer goes along.
+        folder: created, or replaced as a whole.
+        config_values: numbers stored in config.json beside the model's own.
+
+    Raises:
+        InfraError: the disk refused.
+    """
+    state = _state_on_rank_0(model, group)
+    error: Exception | None = None
+    if group.rank == 0:
+        try:
+            aside = files.aside_of(folder)
+            try:
+                _write_model(model, state, aside, config_values)
+                copy_tokenizer(source, aside)
+                files.put_in_place(aside, folder)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+        except (OSError, SafetensorError) as caught:
+            error = caught
+    group.agree(f"writing the model to {folder}", error)
+    return SavedFolder(path=str(folder), size_bytes=files.size_of(folder))
+
+
+def copy_tokenizer(source: str, target: Path) -> None:
+    """Copy the tokenizer's files of a local folder, or save the tokenizer of a hub name."""
+    folder = Path(source)
+    if folder.is_dir():
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, target / name)
+        return
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+
+def _state_on_rank_0(model: TrainedModel, group: RankGroup) -> dict[str, Tensor]:
+    """All tensors by name, on the CPU of rank 0; empty elsewhere. Tied names share a tensor."""
+    named = list(model.hf.named_parameters(remove_duplicate=False))
+    copies: dict[int, Tensor] = {}
+    pending: dict[int, nn.Parameter] = {}
+
+    def fetch() -> None:
+        with whole(pending.values()):
+            if group.rank == 0:
+                for key, parameter in pending.items():
+                    copies[key] = parameter.detach().to("cpu", copy=True).contiguous()
+        pending.clear()
+
+    size = 0
+    for _, parameter in named:
+        if id(parameter) in pending or id(parameter) in copies:
+            continue
+        pending[id(parameter)] = parameter
+        size += int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
+        if size >= EXPORT_BUCKET_BYTES:
+            fetch()
+            size = 0
+    fetch()
+    if group.rank != 0:
+        return {}
+    state = {name: copies[id(parameter)] for name, parameter in named}
+    persistent = set(model.hf.state_dict())
+    for name, buffer in model.hf.named_buffers():
+        if name in persistent:
+            state[name] = buffer.detach().cpu()
+    return state
+
+
+def _write_model(
+    model: TrainedModel,
+    state: dict[str, Tensor],
+    folder: Path,
+    config_values: Mapping[str, float],
+) -> None:
+    """Write config and safetensors; a scalar head under the name that its config says."""
+    config = model.hf.config
+    before = {name: getattr(config, name, None) for name in config_values}
+    use_cache = config.use_cache
+    for name, value in config_values.items():
+        setattr(config, name, value)
+    config.use_cache = True
+    try:
+        model.hf.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    finally:
+        config.use_cache = use_cache
+        for name, value in before.items():
+            if value is None:
+                delattr(config, name)
+            else:
+                setattr(config, name, value)
+    prefix = getattr(config, "value_head_prefix", "score")
+    if model.scorer is None and prefix != "score":
+        _rename_head(folder, prefix)
+
+
+def _rename_head(folder: Path, prefix: str) -> None:
+    """Give the tensor `score.weight` of a written folder the name `<prefix>.weight`."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        table = json.loads(index.read_text())
+        names = [table["weight_map"]["score.weight"]]
+        table["weight_map"][f"{prefix}.weight"] = table["weight_map"].pop("score.weight")
+        index.write_text(json.dumps(table, indent=2))
+    tensors = load_file(folder / names[0])
+    tensors[f"{prefix}.weight"] = tensors.pop("score.weight")
+    save_file(tensors, folder / names[0], metadata={"format": "pt"})
