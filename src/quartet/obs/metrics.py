@@ -61,6 +61,11 @@ RPC_CLIENT_RETRIES = Counter(
 
 # Work.
 GENERATED_TOKENS = Counter("quartet_rollout_generated_tokens", "Tokens sampled.", registry=REGISTRY)
+COMPLETIONS_IN_FLIGHT = Gauge(
+    "quartet_rollout_completions_in_flight",
+    "Completions running or waiting for a place in the engine.",
+    registry=REGISTRY,
+)
 SCORED_SAMPLES = Counter(
     "quartet_reward_scored_samples",
     "Samples scored, by outcome: reward, or the class of the failure.",

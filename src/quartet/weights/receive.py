@@ -105,7 +105,7 @@ class WeightInbox:
         if request.epoch <= self._last_epoch:
             raise StateError(
                 f"epoch {request.epoch} is not newer than {self._last_epoch}",
-                reason="WEIGHTS_EPOCH_STALE",
+                reason="EPOCH_LOST",
                 field="epoch",
                 value=str(request.epoch),
                 replica=self._replica,
@@ -191,7 +191,7 @@ class WeightInbox:
 
         Raises:
             StateError: No such push, or not all of it arrived.
-            InfraError: The digests differ (reason WEIGHTS_DIGEST_MISMATCH).
+            InfraError: The digests differ (reason DIGEST_MISMATCH).
         """
         push = self._current(request.epoch, request.policy_version)
         try:
@@ -224,7 +224,7 @@ class WeightInbox:
             raise InfraError(
                 f"the digest of the weights is {push.digest.hexdigest()} here and {digest} at the "
                 "sender",
-                reason="WEIGHTS_DIGEST_MISMATCH",
+                reason="DIGEST_MISMATCH",
                 replica=self._replica,
             )
 
@@ -246,7 +246,7 @@ class WeightInbox:
     def _unknown(self, epoch: int) -> StateError:
         return StateError(
             f"no push of epoch {epoch} is under way",
-            reason="WEIGHTS_EPOCH_UNKNOWN",
+            reason="EPOCH_LOST",
             field="epoch",
             value=str(epoch),
             remedy="begin with PrepareWeights",
