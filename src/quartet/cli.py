@@ -112,13 +112,17 @@ def _configured(command: str, targets: dict[str, _Target], args: Sequence[str]) 
     if name not in targets:
         raise _unknown_command(f"quartet {command}", name, list(targets))
     config = import_module("quartet.config")
+    settings = getattr(config, targets[name].config)
+    if {"-h", "--help"} & set(rest):
+        text = import_module("quartet.config.help").help_text(settings, f"quartet {command} {name}")
+        sys.stdout.write(text)
+        return 0
     load = import_module("quartet.config.load").load
     flags = [word for word in rest if word not in ("--dry-run", "--dry_run")]
     loaded = load(
-        getattr(config, targets[name].config),
+        settings,
         flags,
         known_elsewhere=[getattr(config, t.config) for t in (*_TRAIN.values(), *_SERVE.values())],
-        prog=f"quartet {command} {name}",
     )
     import_module("quartet.config.validate").validate(loaded.config)
     machine = import_module("quartet.config.machine").this_machine()

@@ -27,8 +27,7 @@ class LoadConfig:
     param_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type of the weights. On a CPU use fp32."""
     attn_implementation: str = "flash_attention_2"
-    """Attention kernels. Where there is no GPU, flash attention becomes sdpa, and the service
-    says so."""
+    """Attention kernels."""
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = None
     """Kernels of a mixture of experts. None: transformers decides."""
     load_in_4bit: bool = False

@@ -39,7 +39,6 @@ def load(
     *,
     environ: Mapping[str, str] | None = None,
     known_elsewhere: Iterable[type] = (),
-    prog: str = "quartet",
 ) -> Loaded[C]:
     """Read a configuration: default < --config FILE, in order < QUARTET_A__B < flags.
 
@@ -48,11 +47,9 @@ def load(
         args: the command line after the command's name.
         environ: the environment; None is this process's.
         known_elsewhere: configuration classes of other commands, whose variables may be set too.
-        prog: the command, for --help.
 
     Raises:
         ConfigError: an unknown name or a value of the wrong type, with its origin.
-        SystemExit: after --help.
     """
     files, rest = _take_files(args)
     values: dict[str, Any] = {}
@@ -67,7 +64,7 @@ def load(
         values[name], origins[name] = value, variable
     flags = _normalise(cls, rest)
     default = build(cls, values, origins)
-    config = _parse(cls, flags, default, prog)
+    config = _parse(cls, flags, default)
     origins.update({name: f"--{name}" for name in _named(cls, flags)})
     return Loaded(config=config, origins=origins)
 
@@ -172,7 +169,7 @@ def _normalise(cls: type, args: Sequence[str]) -> list[str]:
     known = leaves(cls)
     words = list[str]()
     for word in args:
-        if word in ("-h", "--help") or not _is_flag(word):
+        if not _is_flag(word):
             words.append(_not_after_bool(word, words, known))
             continue
         spelled, equals, value = word.removeprefix("--").partition("=")
@@ -244,7 +241,7 @@ def _named(cls: type, flags: Sequence[str]) -> set[str]:
     return {name for name in names if name}
 
 
-def _parse(cls: type[C], flags: Sequence[str], default: C, prog: str) -> C:
+def _parse(cls: type[C], flags: Sequence[str], default: C) -> C:
     """Let tyro read the flags' values; its complaint becomes one line."""
     if not flags:
         return default
@@ -258,14 +255,8 @@ def _parse(cls: type[C], flags: Sequence[str], default: C, prog: str) -> C:
                 default=default,
                 args=list(flags),
                 use_underscores=True,
-                prog=prog,
-                description=(cls.__doc__ or "")
-                + " Also: --config FILE (YAML, repeatable), --dry-run, and environment variables "
-                "like QUARTET_ACTOR__ADAM__LR. A flag wins over the environment, that over files.",
             )
-    except SystemExit as stop:
-        if stop.code in (None, 0):
-            raise
+    except SystemExit:
         raise ConfigError(_plain(_one_line(complaint.getvalue()), cls)) from None
 
 

@@ -21,8 +21,7 @@ class ActorConfig(OptimizerFields):
     num_nodes: int = 1
     """Machines of the policy's learner."""
     num_gpus_per_node: int = 8
-    """GPUs of the policy's learner on each machine. On a machine without a GPU see
-    `learner.num_ranks`."""
+    """GPUs of the policy's learner on each machine."""
     gradient_checkpointing_enable: bool = False
     """Recompute activations in the backward pass, in policy and critic."""
     gradient_checkpointing_reentrant: bool = False

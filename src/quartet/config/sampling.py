@@ -31,8 +31,7 @@ class VllmConfig(VllmEngineFields):
     num_engines: int | None = None
     """Rollout services that the trainer starts; None is 1."""
     sync_backend: str = "nccl"
-    """Kept for familiar command lines: nccl lets the trainer choose how weights travel; see
-    `push.backend`."""
+    """How weights travel."""
     sync_with_ray: bool = False
     """Ray's collectives for weights; there is no Ray here."""
 

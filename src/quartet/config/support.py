@@ -159,8 +159,8 @@ EXPLAINED: Mapping[str, str] = {
     "ref.num_gpus_per_node": "One replica of the ref service on each GPU; one in all without GPUs.",
     "reward.num_gpus_per_node": "One replica of a reward model on each GPU; one in all without "
     "GPUs.",
-    "vllm.sync_backend": "nccl leaves the choice to the trainer, gloo is --push.backend gloo.",
-    "vllm.num_engines": "Rollout services, of whatever engine; OpenRLHF requires it, here it is 1.",
+    "vllm.sync_backend": "nccl leaves the choice to --push.backend, gloo forces it.",
+    "vllm.num_engines": "Counts services of any engine; OpenRLHF has no default.",
     "vllm.enable_prefix_caching": "Only the engine vllm has it.",
     "vllm.enforce_eager": "Only the engine vllm captures graphs.",
     "vllm.gpu_memory_utilization": "Only the engine vllm reserves memory.",
@@ -175,10 +175,10 @@ EXPLAINED: Mapping[str, str] = {
     "--reward.clip_after_baseline is OpenRLHF's order.",
     "reward.stop_properly_penalty_coef": "Never raises a reward; --reward.stop_properly_legacy is "
     "OpenRLHF's rule.",
-    "ds.attn_implementation": "sdpa takes the place of flash attention where there is no GPU.",
+    "ds.attn_implementation": "Where there is no GPU, sdpa takes the place of flash "
+    "attention, and the service says so.",
     "model.loss_type": "sigmoid or logexp; OpenRLHF takes any other word for logexp.",
     "critic.model_name_or_path": "Only gae has a critic.",
-    "train.micro_batch_size": "Memory depends on it, the result does not.",
 }
 """Flags that are accepted, with what is different here."""
 

@@ -133,6 +133,7 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     same_end = [name for name in words if name.rpartition(".")[2] == last]
     same_end.sort(key=lambda name: not name.startswith(section))
     candidates = [
+        *[name for name in same_end if name.startswith(section)],
         *[name for name in words if name.startswith(word)],
         *same_end,
         *get_close_matches(word, words, n=1, cutoff=0.75),
