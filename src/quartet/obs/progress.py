@@ -24,15 +24,18 @@ HEARTBEAT_SECONDS = 10.0
 class Phase:
     """A piece of work under way. Made by `Progress.phase`."""
 
-    def __init__(self, name: str, total: float | None, unit: str, began: float) -> None:
+    def __init__(
+        self, name: str, total: float | None, unit: str, clock: Callable[[], float]
+    ) -> None:
         """Name it; `total` is in `unit`, None when unknown."""
         self.name = name
         self.total = total
         self.unit = unit
-        self.began = began
+        self._clock = clock
+        self.began = clock()
         self.done = 0.0
         self.seconds = 0.0
-        """How long it took; set when it ends."""
+        """How long it took; set when all is done, at the latest when the phase ends."""
         self.waiting_for = ""
         """Who or what is waited for, as text."""
         self.note = ""
@@ -41,10 +44,26 @@ class Phase:
     def advance(self, amount: float = 1) -> None:
         """Count work done."""
         self.done += amount
+        self._note_end()
 
-    def state(self, now: float) -> str:
+    def skip(self, amount: float) -> None:
+        """Take back work that turned out not to be there."""
+        if self.total is not None:
+            self.total -= amount
+            self._note_end()
+
+    def end(self) -> None:
+        """Stop the clock, if it has not stopped by itself."""
+        self.seconds = self.seconds or self._clock() - self.began
+
+    def _note_end(self) -> None:
+        # Several phases of a pipeline overlap and are closed together; each has its own end.
+        if self.total is not None and self.done >= self.total:
+            self.end()
+
+    def state(self) -> str:
         """How far it is, as one line."""
-        seconds = now - self.began
+        seconds = self.seconds or self._clock() - self.began
         of = f"/{self.total:g}" if self.total is not None else ""
         counted = f" {self.done:g}{of} {self.unit}," if self.total is not None or self.done else ""
         waiting = f", waiting for {self.waiting_for}" if self.waiting_for else ""
@@ -89,14 +108,14 @@ class Progress:
 
         A phase that ends by an exception leaves no closing line: the error speaks for it.
         """
-        phase = Phase(name, total, unit, self._clock())
+        phase = Phase(name, total, unit, self._clock)
         with self._lock:
             self._open.append(phase)
         task = None if self._bars is None else self._bars.add_task(name, total=total)
         try:
             yield phase
         finally:
-            phase.seconds = self._clock() - phase.began
+            phase.end()
             with self._lock:
                 self._open.remove(phase)
             if self._bars is not None and task is not None:
@@ -125,14 +144,13 @@ class Progress:
         while not self._closed.wait(pause):
             with self._lock:
                 phases = list(self._open)
-            now = self._clock()
             if self._bars is not None:
                 for task, phase in zip(list(self._bars.tasks), phases, strict=False):
-                    self._bars.update(task.id, completed=phase.done, description=phase.state(now))
+                    self._bars.update(task.id, completed=phase.done, description=phase.state())
                 continue
             for phase in phases:
-                if now - phase.began >= self._interval:
-                    self.say(phase.state(now))
+                if not phase.seconds and self._clock() - phase.began >= self._interval:
+                    self.say(phase.state())
 
 
 def _bars(stream: TextIO) -> RichProgress:

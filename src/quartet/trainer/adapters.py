@@ -1,0 +1,183 @@
+"""The real players: clients and pools behind the protocols of `rooms`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.clients import (
+    LearnerClient,
+    RefClient,
+    ReplicaPool,
+    RewardClient,
+    RolloutClient,
+)
+from quartet.types import (
+    ForwardOutput,
+    ForwardResult,
+    GenerateRequest,
+    GenerateResult,
+    PushBackend,
+    PushResult,
+    RunSpec,
+    ScoreBatch,
+    ScoreRequest,
+    SequenceBatch,
+    StartRunResult,
+    TrainResult,
+    TrainSamples,
+    TrainStep,
+)
+
+
+class PooledSampler:
+    """`Sampler` over rollout replicas."""
+
+    def __init__(self, pool: ReplicaPool[RolloutClient]) -> None:
+        """Use a pool that somebody else closes."""
+        self._pool = pool
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Complete prompts on the replica with the least to do."""
+        return await self._pool.call(
+            "Generate",
+            lambda client, left: client.generate(
+                request_id=request.request_id,
+                groups=request.groups,
+                sampling=request.sampling,
+                logprob_kind=request.logprob_kind,
+                min_policy_version=request.min_policy_version,
+                isolated=request.isolated,
+                timeout=left,
+            ),
+        )
+
+
+class PooledJudge:
+    """`Judge` over reward replicas."""
+
+    def __init__(self, pool: ReplicaPool[RewardClient]) -> None:
+        """Use a pool that somebody else closes."""
+        self._pool = pool
+
+    async def score(self, request: ScoreRequest) -> ScoreBatch:
+        """Score completions on the replica with the least to do."""
+        return await self._pool.call(
+            "Score",
+            lambda client, left: client.score(
+                request_id=request.request_id,
+                items=request.items,
+                tokenizer_fingerprint=request.tokenizer_fingerprint,
+                timeout=left,
+            ),
+        )
+
+
+class PooledReference:
+    """`Reference` over replicas of the reference model."""
+
+    def __init__(
+        self, pool: ReplicaPool[RefClient], *, max_tokens_per_micro_batch: int | None = None
+    ) -> None:
+        """Use a pool that somebody else closes."""
+        self._pool = pool
+        self._max_tokens = max_tokens_per_micro_batch
+
+    async def compute_logprobs(
+        self, chunks: Sequence[SequenceBatch], *, temperature: float
+    ) -> list[NDArray[np.float32]]:
+        """[N] log-probabilities of each chunk's tokens."""
+        return await self._pool.call(
+            "ComputeLogprobs",
+            lambda client, left: client.compute_logprobs(
+                chunks,
+                temperature=temperature,
+                max_tokens_per_micro_batch=self._max_tokens,
+                timeout=left,
+            ),
+        )
+
+
+class RemoteTrainee:
+    """`Trainee` at one learner service."""
+
+    def __init__(
+        self,
+        client: LearnerClient,
+        *,
+        forward_tokens: int | None = None,
+        rollout_addresses: Sequence[str] = (),
+        backend: PushBackend | None = None,
+        bucket_bytes: int = 64 << 20,
+        group_timeout: float = 30.0,
+        push_folder: str = "",
+    ) -> None:
+        """Use a client that somebody else closes.
+
+        Args:
+            client: the learner.
+            forward_tokens: most tokens in one forward pass on one rank.
+            rollout_addresses: who gets the weights in a push.
+            backend: how they travel; None lets the learner look.
+            bucket_bytes: size of a bucket.
+            group_timeout: seconds that one wait of a push may take.
+            push_folder: where backend file writes.
+        """
+        self._client = client
+        self._forward_tokens = forward_tokens
+        self._addresses = tuple(rollout_addresses)
+        self._backend = backend
+        self._bucket_bytes = bucket_bytes
+        self._group_timeout = group_timeout
+        self._push_folder = push_folder
+
+    async def start_run(self, spec: RunSpec) -> StartRunResult:
+        """Build optimizer and schedule. A repeat with the same run id changes nothing."""
+        return await self._client.start_run(spec, request_id=f"{spec.run_id}/start")
+
+    async def forward(
+        self, chunks: Sequence[SequenceBatch], *, output: ForwardOutput, temperature: float = 1.0
+    ) -> list[ForwardResult]:
+        """Evaluate the model on each chunk."""
+        return await self._client.forward(
+            chunks,
+            output=output,
+            temperature=temperature,
+            max_tokens_per_micro_batch=self._forward_tokens,
+        )
+
+    async def train(self, step: TrainStep, samples: Sequence[TrainSamples]) -> TrainResult:
+        """Take one optimizer step."""
+        return await self._client.train(step, samples)
+
+    async def push_weights(self, *, request_id: str, policy_version: int) -> PushResult:
+        """Push the weights to all rollout replicas."""
+        return await self._client.push_weights(
+            request_id=request_id,
+            policy_version=policy_version,
+            addresses=self._addresses,
+            backend=self._backend,
+            bucket_bytes=self._bucket_bytes,
+            group_timeout=self._group_timeout,
+            folder=self._push_folder,
+        )
+
+    async def export_model(
+        self, *, request_id: str, folder: str, config_values: dict[str, float] | None = None
+    ) -> str:
+        """Write a folder that transformers opens."""
+        saved = await self._client.export_model(
+            folder=folder, config_values=config_values or {}, request_id=request_id
+        )
+        return saved.path
+
+    async def save_checkpoint(
+        self, *, request_id: str, folder: str, tag: str, trainer_state: bytes
+    ) -> str:
+        """Write a checkpoint."""
+        saved = await self._client.save_checkpoint(
+            folder=folder, tag=tag, trainer_state=trainer_state, request_id=request_id
+        )
+        return saved.path

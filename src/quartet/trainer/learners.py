@@ -1,0 +1,116 @@
+"""Policy and critic of a PPO run: they start together and train at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from quartet.config import PpoConfig
+from quartet.config.derive import train_token_budget
+from quartet.obs.progress import Progress
+from quartet.trainer.ledger import Ledger
+from quartet.trainer.rooms import Players, Trainee
+from quartet.trainer.schedule import PpoSchedule
+from quartet.trainer.settings import policy_loss, run_spec, value_loss
+from quartet.trainer.shaping import Lesson
+from quartet.trainer.training import (
+    Training,
+    TrainingReport,
+    TrainingSettings,
+    critic_samples,
+    policy_samples,
+)
+
+
+class PpoLearners:
+    """The learners of a run, each with its own optimizer, schedule and loss."""
+
+    def __init__(
+        self,
+        config: PpoConfig,
+        schedule: PpoSchedule,
+        players: Players,
+        *,
+        run_id: str,
+        ledger: Ledger,
+        progress: Progress,
+    ) -> None:
+        """Train by the learners among `players`."""
+        self._config = config
+        self._schedule = schedule
+        self._run_id = run_id
+        self._progress = progress
+        self.policy = self._training("learner", players.policy, ledger)
+        self.critic = (
+            None if players.critic is None else self._training("critic", players.critic, ledger)
+        )
+
+    def _training(self, role: str, trainee: Trainee, ledger: Ledger) -> Training:
+        train = self._config.train
+        settings = TrainingSettings(
+            run_id=self._run_id,
+            role=role,
+            seed=train.seed,
+            batch_size=train.batch_size,
+            max_epochs=train.max_epochs,
+            micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
+            max_tokens_per_micro_batch=train_token_budget(self._config),
+        )
+        return Training(settings, trainee, ledger=ledger)
+
+    async def start(self) -> None:
+        """Build optimizers and schedules for the steps that this run will really have."""
+        train, schedule = self._config.train, self._schedule
+        async with asyncio.TaskGroup() as tasks:
+            for training, optimizer, steps in (
+                (self.policy, self._config.actor, schedule.policy_steps),
+                (self.critic, self._config.critic, schedule.critic_steps),
+            ):
+                if training is not None:
+                    spec = run_spec(
+                        self._run_id,
+                        optimizer,
+                        total_steps=steps,
+                        seed=train.seed,
+                        full_determinism=train.full_determinism_enable,
+                    )
+                    tasks.create_task(training.start(spec))
+
+    async def train(
+        self, step: int, lesson: Lesson, *, kl_coef: float
+    ) -> tuple[TrainingReport | None, TrainingReport | None]:
+        """Train on a rollout.
+
+        Returns:
+            What the policy made of it, None while it is frozen; and the critic, None without one.
+        """
+        frozen = step <= self._schedule.freezing_steps
+        work: dict[str, Coroutine[Any, Any, TrainingReport]] = {}
+        learners = (not frozen) + (self.critic is not None)
+        total = len(lesson.experience) * self._config.train.max_epochs * learners
+        with self._progress.phase(f"step {step} train", total=total, unit="samples") as phase:
+            if not frozen:
+                work["policy"] = self.policy.go_over(
+                    step=step,
+                    loss=policy_loss(self._config, kl_coef=kl_coef),
+                    num_samples=len(lesson.experience),
+                    cut=policy_samples(
+                        lesson,
+                        with_ref=self._config.algo.kl.use_loss,
+                        with_rollout=self._config.algo.advantage.is_correction_level != "off",
+                    ),
+                    advance=phase.advance,
+                )
+            if self.critic is not None:
+                work["critic"] = self.critic.go_over(
+                    step=step,
+                    loss=value_loss(self._config),
+                    num_samples=len(lesson.experience),
+                    cut=critic_samples(lesson),
+                    advance=phase.advance,
+                )
+            async with asyncio.TaskGroup() as tasks:
+                done = {name: tasks.create_task(steps) for name, steps in work.items()}
+        reports = {name: task.result() for name, task in done.items()}
+        return reports.get("policy"), reports.get("critic")

@@ -1,0 +1,326 @@
+"""From prompts to experience: generate, score, and evaluate under up to three models.
+
+Normally each group of samples goes on to reward, reference, policy and critic as soon as it comes
+back from the rollout engine, and the services work at the same time. What waits for a busy service
+is sent together as its next call (`lane`).
+
+In a deterministic run the phases are barriers, and every call carries the same samples in the same
+order each time, so that no number depends on which answer came first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.data.samples import Prompt
+from quartet.errors import FatalError
+from quartet.obs.progress import Phase, Progress
+from quartet.trainer.drops import Drops
+from quartet.trainer.experience import Experience, Group, assemble
+from quartet.trainer.generation import Generation
+from quartet.trainer.lane import Lane
+from quartet.trainer.ledger import DroppedSample, Ledger
+from quartet.trainer.rooms import Reference, Trainee
+from quartet.trainer.scoring import Scoring, failure_reason
+from quartet.types import Failure, ForwardOutput, PromptGroup, SequenceBatch
+
+ISOLATED_SAMPLES = 64
+"""Samples of one Generate call in a deterministic run."""
+
+CALL_TOKENS = 1 << 17
+"""Most tokens of one streamed call to a learner or a reference model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    """What decides how a rollout is made."""
+
+    temperature: float
+    """Divisor of the logits, in sampling and in every evaluation."""
+    min_group: int = 1
+    """Groups with fewer valid samples are dropped: 2 for estimators that compare."""
+    deterministic: bool = False
+    max_groups_in_flight: int = 64
+    """Prompt groups that generate at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluators:
+    """The models under which tokens are evaluated."""
+
+    policy: Trainee
+    reference: Reference | None = None
+    """None when KL has no weight."""
+    reference_width: int = 1
+    """Calls that the reference replicas take at once."""
+    critic: Trainee | None = None
+    """None for estimators without values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """An experience and what is known of its making."""
+
+    experience: Experience
+    dropped: dict[str, int]
+    """Samples dropped in this step by reason."""
+    generation_seconds: float
+    seconds: float
+    """The whole time, generation included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Evaluation:
+    """One model's evaluation of groups."""
+
+    run: Callable[[Sequence[Group]], Coroutine[Any, Any, list[None]]]
+    """Fills in the groups; the list is as long as they are."""
+    width: int = 1
+    """Calls that may be under way at once."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Step:
+    """One rollout in the making."""
+
+    number: int
+    policy_version: int
+    groups: list[Group]
+    requests: list[PromptGroup]
+    generate: Phase
+    score: Phase
+    evaluate: Phase
+
+
+class Pipeline:
+    """Makes the experience of one step after the other."""
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        *,
+        generation: Generation,
+        scoring: Scoring,
+        evaluators: Evaluators,
+        ledger: Ledger,
+        progress: Progress,
+        drops: Drops,
+    ) -> None:
+        """Join the stages."""
+        self._settings = settings
+        self._generation = generation
+        self._scoring = scoring
+        self._evaluators = evaluators
+        self._ledger = ledger
+        self._progress = progress
+        self._drops = drops
+
+    async def make(
+        self, number: int, prompts: Sequence[Prompt], *, episode: int, policy_version: int
+    ) -> Rollout:
+        """Turn prompts into the experience of step `number`.
+
+        Raises:
+            FatalError: too much was dropped, or a service gave numbers that are not finite.
+            InfraError: a service is gone for good.
+        """
+        began = time.monotonic()
+        before = self._drops.totals()
+        requests = [self._generation.request_of(p, episode=episode) for p in prompts]
+        await self._generation.issue(number, requests)
+        with ExitStack() as stack:
+            generate, score, evaluate = (
+                stack.enter_context(
+                    self._progress.phase(
+                        f"step {number} {name}",
+                        total=len(prompts) * self._generation.settings.num_samples,
+                        unit="samples",
+                    )
+                )
+                for name in ("generate", "score", "evaluate")
+            )
+            step = _Step(
+                number=number,
+                policy_version=policy_version,
+                groups=[Group(index=i, prompt=prompt) for i, prompt in enumerate(prompts)],
+                requests=requests,
+                generate=generate,
+                score=score,
+                evaluate=evaluate,
+            )
+            await (self._barriers(step) if self._settings.deterministic else self._stream(step))
+        experience = assemble(
+            step.groups,
+            logprob_spec=self._generation.settings.logprob_spec,
+            with_ref=self._evaluators.reference is not None,
+            with_values=self._evaluators.critic is not None,
+        )
+        dropped = {k: v - before.get(k, 0) for k, v in self._drops.totals().items()}
+        return Rollout(
+            experience=experience,
+            dropped={k: v for k, v in dropped.items() if v},
+            generation_seconds=step.generate.seconds,
+            seconds=time.monotonic() - began,
+        )
+
+    async def _barriers(self, step: _Step) -> None:
+        """One phase after the other, with calls of a fixed composition."""
+        size = max(1, ISOLATED_SAMPLES // self._generation.settings.num_samples)
+        for start in range(0, len(step.groups), size):
+            part = slice(start, start + size)
+            await self._generate(step, step.groups[part], step.requests[part])
+        alive = [group for group in step.groups if group.samples]
+        # Different services: they may work at the same time, each has its one fixed call.
+        async with asyncio.TaskGroup() as tasks:
+            failures = tasks.create_task(self._scoring.run(alive))
+            for evaluation in self._evaluations():
+                tasks.create_task(evaluation.run(alive))
+        for group, failed in zip(alive, failures.result(), strict=True):
+            await self._settle(step, group, failed)
+
+    async def _stream(self, step: _Step) -> None:
+        """Each group goes through on its own; busy services get what waits as one call."""
+        slots = asyncio.Semaphore(self._settings.max_groups_in_flight)
+        async with AsyncExitStack() as stack:
+            score = await stack.enter_async_context(
+                Lane(
+                    self._scoring.run,
+                    width=4,
+                    weight=_num_samples,
+                    max_weight=self._scoring.max_samples,
+                )
+            )
+            evaluations = [
+                await stack.enter_async_context(
+                    Lane(e.run, width=e.width, weight=_num_tokens, max_weight=CALL_TOKENS)
+                )
+                for e in self._evaluations()
+            ]
+            async with asyncio.TaskGroup() as tasks:
+                for group, request in zip(step.groups, step.requests, strict=True):
+                    tasks.create_task(self._one(step, group, request, slots, score, evaluations))
+
+    async def _one(
+        self,
+        step: _Step,
+        group: Group,
+        request: PromptGroup,
+        slots: asyncio.Semaphore,
+        score: Lane[Group, dict[str, Failure]],
+        evaluations: Sequence[Lane[Group, None]],
+    ) -> None:
+        """Take one group through all stages."""
+        async with slots:
+            await self._generate(step, [group], [request])
+        if not group.samples:
+            return
+        async with asyncio.TaskGroup() as tasks:
+            failures = tasks.create_task(score.submit(group))
+            for lane in evaluations:
+                tasks.create_task(lane.submit(group))
+        await self._settle(step, group, failures.result())
+
+    async def _generate(
+        self, step: _Step, groups: Sequence[Group], requests: Sequence[PromptGroup]
+    ) -> None:
+        asked = sum(r.num_samples for r in requests)
+        await self._generation.run(groups, requests, policy_version=step.policy_version)
+        kept = sum(len(g.samples) for g in groups)
+        step.generate.advance(asked)
+        step.score.skip(asked - kept)
+        step.evaluate.skip(asked - kept)
+
+    async def _settle(self, step: _Step, group: Group, failures: dict[str, Failure]) -> None:
+        """Keep the samples that are whole, drop the others, and record both."""
+        asked = len(group.samples)
+        lost = [
+            DroppedSample(sample_id=name, reason=failure_reason(f), message=f.message)
+            for name, f in failures.items()
+        ]
+        kept = [s for s in group.samples if s.sample_id not in failures]
+        await self._ledger.scored(
+            {s.sample_id: (r.reward, r.score) for s in kept for r in [group.rewards[s.sample_id]]}
+        )
+        if len(kept) < self._settings.min_group:
+            message = f"{len(kept)} valid samples of prompt {group.prompt.prompt_id}"
+            lost += [
+                DroppedSample(sample_id=s.sample_id, reason="group_too_small", message=message)
+                for s in kept
+            ]
+            kept = []
+        await self._ledger.dropped(lost)
+        group.samples = kept
+        self._drops.keep(len(kept))
+        for drop in lost:
+            self._drops.drop(drop.reason, drop.message)
+        step.score.advance(asked)
+        step.evaluate.advance(asked)
+
+    def _evaluations(self) -> list[_Evaluation]:
+        """The evaluations that this run needs: policy, reference, critic."""
+        found = [_Evaluation(run=self._old_logprobs)]
+        if self._evaluators.reference is not None:
+            width = self._evaluators.reference_width
+            found.append(_Evaluation(run=self._ref_logprobs, width=width))
+        if self._evaluators.critic is not None:
+            found.append(_Evaluation(run=self._values))
+        return found
+
+    async def _old_logprobs(self, groups: Sequence[Group]) -> list[None]:
+        batches = [group.batch() for group in groups]
+        results = await self._evaluators.policy.forward(
+            batches, output=ForwardOutput.LOGPROBS, temperature=self._settings.temperature
+        )
+        for group, batch, result in zip(groups, batches, results, strict=True):
+            group.old_logprobs.update(_by_sample("policy's log-probability", batch, result.output))
+        return [None] * len(groups)
+
+    async def _ref_logprobs(self, groups: Sequence[Group]) -> list[None]:
+        reference = self._evaluators.reference
+        assert reference is not None  # `_evaluations` asks only then
+        batches = [group.batch() for group in groups]
+        results = await reference.compute_logprobs(batches, temperature=self._settings.temperature)
+        for group, batch, result in zip(groups, batches, results, strict=True):
+            group.ref_logprobs.update(_by_sample("reference's log-probability", batch, result))
+        return [None] * len(groups)
+
+    async def _values(self, groups: Sequence[Group]) -> list[None]:
+        critic = self._evaluators.critic
+        assert critic is not None  # `_evaluations` asks only then
+        batches = [group.batch() for group in groups]
+        results = await critic.forward(batches, output=ForwardOutput.VALUES)
+        for group, batch, result in zip(groups, batches, results, strict=True):
+            group.values.update(_by_sample("critic's value", batch, result.output))
+        return [None] * len(groups)
+
+
+def _num_samples(group: Group) -> int:
+    return len(group.samples)
+
+
+def _num_tokens(group: Group) -> int:
+    return sum(len(s.token_ids) for s in group.samples)
+
+
+def _by_sample(
+    what: str, batch: SequenceBatch, flat: NDArray[np.float32]
+) -> dict[str, NDArray[np.float32]]:
+    """Cut a flat [N] result into one array a sample, and refuse what is not finite."""
+    rows = np.split(flat, batch.offsets[1:-1])
+    for name, row in zip(batch.sample_ids, rows, strict=True):
+        if not np.isfinite(row).all():
+            position = int(np.flatnonzero(~np.isfinite(row))[0])
+            raise FatalError(
+                f"the {what} of token {position} is {row[position]}",
+                reason="EVALUATION_NOT_FINITE",
+                sample_id=name,
+            )
+    return dict(zip(batch.sample_ids, rows, strict=True))

@@ -1,0 +1,72 @@
+"""`quartet train ppo`: reads prompts, starts services, and runs the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from quartet.config import PpoConfig
+from quartet.data.prompts import load_prompts
+from quartet.data.tokenizer import fingerprint_of, load_tokenizer
+from quartet.errors import ConfigError
+from quartet.obs.progress import Progress
+from quartet.trainer.ppo_loop import PpoInputs, PpoLoop
+from quartet.trainer.run import Job, Run, conduct
+from quartet.trainer.services import connect_ppo, local_services
+
+
+def main(config: PpoConfig) -> int:
+    """Train, and return the exit code."""
+    return conduct(config, lambda progress: prepare(config, progress))
+
+
+def prepare(config: PpoConfig, progress: Progress) -> Job:
+    """Read everything, before anything is started.
+
+    Raises:
+        ConfigError: tokenizer or prompts are missing or of no use.
+    """
+    inputs = read_inputs(config, progress)
+
+    async def body(run: Run) -> None:
+        async with AsyncExitStack() as stack:
+            players = await connect_ppo(
+                config, run, stack, fingerprint=inputs.tokenizer_fingerprint
+            )
+            await PpoLoop(config, run, inputs, players).run()
+
+    return Job(services=local_services(config), body=body)
+
+
+def read_inputs(config: PpoConfig, progress: Progress) -> PpoInputs:
+    """Tokenizer and prompts."""
+    model = config.actor.model_name_or_path
+    if not model:
+        raise ConfigError(
+            "there is no policy to train",
+            field="actor.model_name_or_path",
+            remedy="give --actor.model_name_or_path",
+        )
+    tokenizer = load_tokenizer(
+        model,
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.ds.trust_remote_code,
+    )
+    max_new_tokens = config.rollout.max_new_tokens or 1
+    built = load_prompts(
+        config.data,
+        tokenizer,
+        max_prompt_tokens=config.data.max_len - max_new_tokens,
+        seed=config.train.seed,
+    )
+    for line in built.report.lines():
+        progress.say(line)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    return PpoInputs(
+        prompts=built.samples,
+        decode=decode,
+        tokenizer_fingerprint=fingerprint_of(tokenizer),
+    )

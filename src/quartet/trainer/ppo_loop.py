@@ -1,0 +1,243 @@
+"""The loop of PPO and its family: sample, score, shape, train, push, again.
+
+    prompts -> Pipeline -> Experience -> shape -> Lesson -> PpoLearners -> push -> log
+
+Every step is recorded in the ledger before it begins and after it ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quartet.algorithms import make_kl_controller
+from quartet.config import PpoConfig
+from quartet.config.derive import groups_in_flight, needs_groups, samples_per_rollout
+from quartet.data.samples import Prompt
+from quartet.errors import FatalError
+from quartet.trainer.drops import Drops
+from quartet.trainer.generation import Generation, GenerationSettings
+from quartet.trainer.learners import PpoLearners
+from quartet.trainer.metrics import Metrics, rollout_metrics, sample_texts, training_metrics
+from quartet.trainer.pipeline import Evaluators, Pipeline, PipelineSettings, Rollout
+from quartet.trainer.rooms import Players
+from quartet.trainer.run import Run, absolute
+from quartet.trainer.schedule import Batch, PpoSchedule, SeededBatches
+from quartet.trainer.scoring import Decode, Scoring
+from quartet.trainer.shaping import Lesson, ShapingSettings, shape
+from quartet.types import SamplingParams
+
+TEXTS_PER_STEP = 64
+"""Samples of each step that are kept as text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PpoInputs:
+    """What was read before anything was started."""
+
+    prompts: Sequence[Prompt]
+    decode: Decode
+    tokenizer_fingerprint: str
+    eval_prompts: Sequence[Prompt] = ()
+
+
+class PpoLoop:
+    """One run, with its players at hand."""
+
+    def __init__(self, config: PpoConfig, run: Run, inputs: PpoInputs, players: Players) -> None:
+        """Join pipeline, learners and ledger."""
+        self._config = config
+        self._run = run
+        self._players = players
+        self._shaping = ShapingSettings.of(config)
+        self._schedule = schedule_of(config, len(inputs.prompts))
+        self._kl = make_kl_controller(
+            config.algo.kl.init_coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon
+        )
+        self._batches = SeededBatches(
+            inputs.prompts, batch_size=config.rollout.batch_size, seed=config.train.seed
+        )
+        self._scoring = Scoring(
+            players.judge,
+            inputs.decode,
+            run_id=run.run_id,
+            tokenizer_fingerprint=inputs.tokenizer_fingerprint,
+            with_token_ids=players.judge_wants_token_ids,
+            max_samples=players.judge_max_samples,
+        )
+        self._pipeline = _pipeline(config, run, players, self._scoring)
+        self._learners = PpoLearners(
+            config,
+            self._schedule,
+            players,
+            run_id=run.run_id,
+            ledger=run.ledger,
+            progress=run.progress,
+        )
+        self._policy_version = players.policy_version
+
+    async def run(self) -> None:
+        """Do all steps, and export what was trained."""
+        config, schedule = self._config, self._schedule
+        self._run.progress.say(
+            f"{schedule.num_prompts} prompts, {schedule.num_rollouts} rollouts of up to "
+            f"{samples_per_rollout(config)} samples, {schedule.policy_steps} optimizer steps of "
+            f"the policy, which rests for {schedule.freezing_steps} rollouts"
+        )
+        await self._learners.start()
+        # The rollout services may hold anything: they are told what the policy is.
+        await self._push("start")
+        batches = self._batches.run(config.train.num_episodes)
+        for step, batch in zip(range(1, schedule.num_rollouts + 1), batches, strict=False):
+            await self._step(step, batch)
+        await self._export()
+
+    async def _step(self, step: int, batch: Batch[Prompt]) -> None:
+        """From prompts to logged numbers."""
+        began = time.monotonic()
+        run = self._run
+        prompt_ids = [p.prompt_id for p in batch.rows]
+        plan = {"episode": batch.epoch, "index": batch.index, "prompt_ids": prompt_ids}
+        await run.ledger.begin_step(step, policy_version=self._policy_version, plan=plan)
+        rollout = await self._pipeline.make(
+            step, batch.rows, episode=batch.epoch, policy_version=self._policy_version
+        )
+        metrics: Metrics = {f"dropped/{k}": float(v) for k, v in rollout.dropped.items()}
+        if len(rollout.experience):
+            metrics |= await self._learn(step, rollout)
+        else:
+            run.progress.say(f"step {step}: no sample is left, so nothing is trained")
+        metrics |= {
+            "episode": float(batch.epoch),
+            "timing/generation": rollout.generation_seconds,
+            "timing/make_experience": rollout.seconds - rollout.generation_seconds,
+            "timing/step_total": time.monotonic() - began,
+        }
+        state = {"cursor": step, "kl": self._kl.state_dict(), "version": self._policy_version}
+        await run.ledger.end_step(step, metrics=metrics, state=state)
+        if step % self._config.logger.logging_steps == 0:
+            run.sinks.log("train", step, metrics)
+        run.summary |= {
+            "steps": step,
+            "policy_version": self._policy_version,
+            "metrics": dict(sorted(metrics.items())),
+        }
+
+    async def _learn(self, step: int, rollout: Rollout) -> Metrics:
+        """Shape, train, push, and steer the KL coefficient."""
+        kl_coef = self._kl.coef
+        lesson = shape(rollout.experience, self._shaping, kl_coef=kl_coef)
+        metrics = rollout_metrics(lesson, max_len=self._config.data.max_len)
+        metrics |= {"kl_coef": kl_coef, "policy_version": float(self._policy_version)}
+        began = time.monotonic()
+        policy, critic = await self._learners.train(step, lesson, kl_coef=kl_coef)
+        metrics |= training_metrics(policy, critic)
+        metrics["timing/ppo_train"] = time.monotonic() - began
+        await self._run.ledger.trained(lesson.experience.sequences.sample_ids)
+        if policy is not None:
+            began = time.monotonic()
+            await self._push(f"step {step}")
+            metrics["timing/broadcast"] = time.monotonic() - began
+        if "kl" in metrics:
+            self._kl.update(metrics["kl"], len(lesson.experience))
+        self._log_texts(step, lesson)
+        return metrics
+
+    async def _push(self, when: str) -> None:
+        """Have all rollout replicas serve the policy as it is now."""
+        version = self._policy_version + 1
+        with self._run.progress.phase(f"{when} push", unit="bytes") as phase:
+            phase.waiting_for = "learner and rollout"
+            result = await self._players.policy.push_weights(
+                request_id=f"{self._run.run_id}/push/{version}", policy_version=version
+            )
+            phase.advance(result.total_bytes)
+        for replica in result.replicas:
+            if not replica.committed:
+                self._run.progress.say(
+                    f"rollout {replica.address} does not have version {version}: "
+                    f"{replica.failed_phase} failed, {replica.error}"
+                )
+        if not any(replica.committed for replica in result.replicas):
+            raise FatalError(
+                f"no rollout service took version {version} of the policy",
+                reason="PUSH_FAILED",
+            )
+        self._policy_version = version
+
+    def _log_texts(self, step: int, lesson: Lesson) -> None:
+        shown = lesson.experience.samples[:TEXTS_PER_STEP]
+        texts = [self._scoring.text_of(sample) for sample in shown]
+        self._run.sinks.texts(step, sample_texts(lesson, texts))
+
+    async def _export(self) -> None:
+        """Write the trained models where `ckpt.output_dir` says."""
+        config, run = self._config, self._run
+        # The services have working folders of their own.
+        output_dir = absolute(config.ckpt.output_dir)
+        exports = {"learner": (self._players.policy, output_dir)}
+        if config.critic.save_value_network and self._players.critic is not None:
+            exports["critic"] = (self._players.critic, f"{output_dir}_critic")
+        for role, (trainee, folder) in exports.items():
+            with run.progress.phase(f"export {role}"):
+                path = await trainee.export_model(
+                    request_id=f"{run.run_id}/{role}/export", folder=folder
+                )
+            run.progress.say(f"the {role}'s model is in {path}")
+            run.summary[f"{role}_output_dir"] = path
+
+
+def schedule_of(config: PpoConfig, num_prompts: int) -> PpoSchedule:
+    """The counts of a run on so many prompts."""
+    return PpoSchedule(
+        num_prompts=num_prompts,
+        rollout_batch_size=config.rollout.batch_size,
+        samples_per_prompt=config.rollout.n_samples_per_prompt,
+        train_batch_size=config.train.batch_size,
+        max_epochs=config.train.max_epochs,
+        num_episodes=config.train.num_episodes,
+        max_rollouts=config.train.max_steps,
+        freezing_steps=max(0, config.critic.freezing_steps),
+    )
+
+
+def _pipeline(config: PpoConfig, run: Run, players: Players, scoring: Scoring) -> Pipeline:
+    deterministic = config.train.full_determinism_enable
+    drops = Drops(limit=samples_per_rollout(config))
+    generation = Generation(
+        GenerationSettings(
+            run_id=run.run_id,
+            seed=config.train.seed,
+            sampling=SamplingParams(
+                temperature=config.rollout.temperature,
+                top_p=config.rollout.top_p,
+                top_k=config.rollout.top_k,
+                max_new_tokens=config.rollout.max_new_tokens,
+            ),
+            num_samples=config.rollout.n_samples_per_prompt,
+            isolated=deterministic,
+        ),
+        players.sampler,
+        ledger=run.ledger,
+        drops=drops,
+    )
+    return Pipeline(
+        PipelineSettings(
+            temperature=config.rollout.temperature,
+            min_group=2 if needs_groups(config) else 1,
+            deterministic=deterministic,
+            max_groups_in_flight=groups_in_flight(config) or players.max_groups_in_flight,
+        ),
+        generation=generation,
+        scoring=scoring,
+        evaluators=Evaluators(
+            policy=players.policy,
+            reference=players.reference,
+            reference_width=players.num_references,
+            critic=players.critic,
+        ),
+        ledger=run.ledger,
+        progress=run.progress,
+        drops=drops,
+    )

@@ -1,0 +1,108 @@
+"""What the loop asks of the services, in one place. `services.connect` makes the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.types import (
+    ForwardOutput,
+    ForwardResult,
+    GenerateRequest,
+    GenerateResult,
+    PushResult,
+    RunSpec,
+    ScoreBatch,
+    ScoreRequest,
+    SequenceBatch,
+    StartRunResult,
+    TrainResult,
+    TrainSamples,
+    TrainStep,
+)
+
+
+class Sampler(Protocol):
+    """The rollout replicas."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Complete prompts on a replica that serves."""
+        ...
+
+
+class Judge(Protocol):
+    """The reward replicas."""
+
+    async def score(self, request: ScoreRequest) -> ScoreBatch:
+        """Score completions; each item gets a reward or a failure."""
+        ...
+
+
+class Reference(Protocol):
+    """The reference model's replicas."""
+
+    async def compute_logprobs(
+        self, chunks: Sequence[SequenceBatch], *, temperature: float
+    ) -> list[NDArray[np.float32]]:
+        """[N] log-probabilities of each chunk's tokens."""
+        ...
+
+
+class Trainee(Protocol):
+    """A learner: the policy or the critic."""
+
+    async def start_run(self, spec: RunSpec) -> StartRunResult:
+        """Build optimizer and schedule."""
+        ...
+
+    async def forward(
+        self, chunks: Sequence[SequenceBatch], *, output: ForwardOutput, temperature: float = 1.0
+    ) -> list[ForwardResult]:
+        """Evaluate the model on each chunk."""
+        ...
+
+    async def train(self, step: TrainStep, samples: Sequence[TrainSamples]) -> TrainResult:
+        """Take one optimizer step."""
+        ...
+
+    async def push_weights(self, *, request_id: str, policy_version: int) -> PushResult:
+        """Push the weights to all rollout replicas."""
+        ...
+
+    async def export_model(
+        self, *, request_id: str, folder: str, config_values: dict[str, float] | None = None
+    ) -> str:
+        """Write a folder that transformers opens; its path is returned."""
+        ...
+
+    async def save_checkpoint(
+        self, *, request_id: str, folder: str, tag: str, trainer_state: bytes
+    ) -> str:
+        """Write a checkpoint; its path is returned."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Players:
+    """Everybody who takes part in a PPO run."""
+
+    sampler: Sampler
+    judge: Judge
+    policy: Trainee
+    reference: Reference | None = None
+    """None when KL has no weight."""
+    critic: Trainee | None = None
+    """None for estimators without values."""
+    policy_version: int = 0
+    """The highest version that any of them has seen."""
+    num_references: int = 1
+    """Replicas of the reference model."""
+    max_groups_in_flight: int = 64
+    """Prompt groups that the rollout replicas take at once."""
+    judge_wants_token_ids: bool = False
+    judge_max_samples: int = 0
+    """Most samples of a Score call; 0 is no limit."""

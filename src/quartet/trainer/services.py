@@ -1,0 +1,265 @@
+"""Which services a run needs, which of them are started here, and how all of them are reached."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import TypeVar
+
+from quartet.clients import (
+    Client,
+    LearnerClient,
+    RefClient,
+    ReplicaPool,
+    RewardClient,
+    RolloutClient,
+)
+from quartet.config import PpoConfig, TrainerConfig
+from quartet.config.derive import (
+    forward_token_budget,
+    needs_critic,
+    needs_ref,
+    num_engines,
+    push_backend,
+)
+from quartet.config.files import to_yaml
+from quartet.config.machine import this_machine
+from quartet.config.services import Role, serve_config_for
+from quartet.errors import ConfigError, UnavailableError
+from quartet.obs.progress import Phase
+from quartet.rpc.address import split_addresses
+from quartet.trainer import checks
+from quartet.trainer.adapters import PooledJudge, PooledReference, PooledSampler, RemoteTrainee
+from quartet.trainer.launch import LocalService
+from quartet.trainer.rooms import Players
+from quartet.trainer.run import Run
+from quartet.types import Head, LearnerInfo, PushBackend, RolloutInfo
+
+RESTARTED = ("reward", "ref")
+"""Roles that hold nothing but what they loaded: a new process is as good as the old one."""
+
+MAX_GROUPS_IN_FLIGHT = 256
+"""Prompt groups under way where neither flags nor services say less."""
+
+AnyClient = TypeVar("AnyClient", bound=Client)
+
+
+def needed_roles(config: TrainerConfig) -> list[Role]:
+    """Roles of a run, in the order in which they are started."""
+    if not isinstance(config, PpoConfig):
+        return ["learner"]
+    roles: list[Role] = ["learner"]
+    if needs_critic(config):
+        roles.append("critic")
+    roles.append("rollout")
+    if needs_ref(config):
+        roles.append("ref")
+    roles.append("reward")
+    return roles
+
+
+def address_of(config: TrainerConfig, role: Role) -> str | None:
+    """The address that the user gave for a role."""
+    if role == "learner":
+        return config.learner.address
+    return getattr(config, role).address
+
+
+def local_services(config: TrainerConfig) -> list[LocalService]:
+    """The services that have no address and are started on this machine."""
+    services: list[LocalService] = []
+    env = _environment()
+    for role in needed_roles(config):
+        if address_of(config, role):
+            continue
+        settings = to_yaml(serve_config_for(role, config))
+        count = num_engines(config) if isinstance(config, PpoConfig) and role == "rollout" else 1
+        services += [
+            LocalService(
+                role=role if count == 1 else f"{role}-{number}",
+                room="learner" if role == "critic" else role,
+                settings=settings,
+                env=env,
+                max_restarts=config.launch.max_restarts if role in RESTARTED else 0,
+            )
+            for number in range(count)
+        ]
+    return services
+
+
+def addresses_of(config: TrainerConfig, started: Mapping[str, str], role: Role) -> tuple[str, ...]:
+    """Addresses of a role's replicas: as given, or as started."""
+    given = address_of(config, role)
+    if given:
+        return split_addresses(given)
+    return tuple(a for name, a in started.items() if name == role or name.startswith(f"{role}-"))
+
+
+async def connect_learner(
+    config: TrainerConfig, run: Run, stack: AsyncExitStack, *, head: Head, fingerprint: str
+) -> RemoteTrainee:
+    """Reach the one learner of SFT or RM, and check it. The client is closed with `stack`.
+
+    Raises:
+        ConfigError: nobody serves there in time, or the service does not fit.
+    """
+    (address,) = addresses_of(config, run.launcher.addresses, "learner")
+    client = await stack.enter_async_context(LearnerClient(address))
+    with run.progress.phase("connect", total=1, unit="services") as phase:
+        await _wait("learner", client, config.launch.connect_timeout, phase)
+    _check_learner(config, await client.get_info(), "learner", address, head, fingerprint)
+    return RemoteTrainee(client)
+
+
+async def connect_ppo(
+    config: PpoConfig, run: Run, stack: AsyncExitStack, *, fingerprint: str
+) -> Players:
+    """Reach all services of PPO, and check that they fit each other. Closed with `stack`.
+
+    Raises:
+        ConfigError: nobody serves at an address in time, or a service does not fit.
+    """
+    started = run.launcher.addresses
+    timeout = config.launch.connect_timeout
+    addresses = {role: addresses_of(config, started, role) for role in needed_roles(config)}
+
+    async def pool(client_class: type[AnyClient], role: Role) -> ReplicaPool[AnyClient]:
+        made = ReplicaPool(client_class, addresses[role], patience=timeout)
+        return await stack.enter_async_context(made)
+
+    policy = await stack.enter_async_context(LearnerClient(addresses["learner"][0]))
+    rollouts = await pool(RolloutClient, "rollout")
+    rewards = await pool(RewardClient, "reward")
+    critic = references = None
+    if "critic" in addresses:
+        critic = await stack.enter_async_context(LearnerClient(addresses["critic"][0]))
+    if "ref" in addresses:
+        references = await pool(RefClient, "ref")
+
+    waited: list[tuple[str, Client]] = [("learner", policy)]
+    waited += [("critic", critic)] if critic else []
+    waited += [("rollout", c) for c in rollouts.clients]
+    waited += [("ref", c) for c in references.clients] if references else []
+    waited += [("reward", c) for c in rewards.clients]
+    with run.progress.phase("connect", total=len(waited), unit="services") as phase:
+        async with asyncio.TaskGroup() as tasks:
+            for role, client in waited:
+                tasks.create_task(_wait(role, client, timeout, phase))
+
+    policy_info = await policy.get_info()
+    _check_learner(config, policy_info, "learner", policy.address, Head.LM, fingerprint)
+    if critic is not None:
+        info = await critic.get_info()
+        _check_learner(config, info, "critic", critic.address, Head.VALUE, fingerprint)
+    rollout_infos = await _check_rollouts(config, rollouts, policy_info, fingerprint)
+    if references is not None:
+        await _check_references(config, references, fingerprint)
+    wants_ids, max_samples = await _check_rewards(rewards, fingerprint)
+    tokens = forward_token_budget(config)
+    return Players(
+        sampler=PooledSampler(rollouts),
+        judge=PooledJudge(rewards),
+        policy=RemoteTrainee(
+            policy,
+            forward_tokens=tokens,
+            rollout_addresses=addresses["rollout"],
+            backend=_backend(config),
+            bucket_bytes=config.push.bucket_bytes,
+            group_timeout=config.push.group_timeout,
+            push_folder=str(run.folder.absolute() / "push"),
+        ),
+        reference=(
+            PooledReference(references, max_tokens_per_micro_batch=tokens) if references else None
+        ),
+        critic=RemoteTrainee(critic, forward_tokens=tokens) if critic is not None else None,
+        policy_version=max(
+            policy_info.policy_version, *(info.policy_version for info in rollout_infos)
+        ),
+        num_references=len(references.clients) if references else 1,
+        max_groups_in_flight=_groups_in_flight(rollout_infos),
+        judge_wants_token_ids=wants_ids,
+        judge_max_samples=max_samples,
+    )
+
+
+async def _wait(role: str, client: Client, timeout: float, phase: Phase) -> None:
+    """Wait for one service; nobody there is the user's to mend."""
+    phase.waiting_for = f"{role} at {client.address}, at most {timeout:g} s"
+    try:
+        await client.wait_ready(timeout)
+    except (UnavailableError, ConfigError) as error:
+        raise ConfigError(
+            error.message,
+            reason=error.info.reason,
+            field=f"{role}.address",
+            value=client.address,
+            remedy=error.info.remedy,
+        ) from error
+    phase.advance()
+
+
+def _check_learner(
+    config: TrainerConfig, info: LearnerInfo, role: str, address: str, head: Head, fingerprint: str
+) -> None:
+    checks.check_server(info.info, role, address)
+    checks.check_head(info, role, address, head=head)
+    checks.check_tokenizer(info.info, role, address, fingerprint=fingerprint)
+    checks.check_length(info.info, role, address, max_len=config.data.max_len)
+
+
+async def _check_rollouts(
+    config: PpoConfig, pool: ReplicaPool[RolloutClient], policy: LearnerInfo, fingerprint: str
+) -> list[RolloutInfo]:
+    infos = await pool.each(lambda client: client.get_info(include_manifest=True))
+    for client, info in zip(pool.clients, infos, strict=True):
+        checks.check_server(info.info, "rollout", client.address)
+        checks.check_tokenizer(info.info, "rollout", client.address, fingerprint=fingerprint)
+        checks.check_length(info.info, "rollout", client.address, max_len=config.data.max_len)
+        checks.check_rollout(info, client.address)
+        checks.check_manifests(policy.manifest, info, client.address)
+    return infos
+
+
+async def _check_references(
+    config: PpoConfig, pool: ReplicaPool[RefClient], fingerprint: str
+) -> None:
+    infos = await pool.each(lambda client: client.get_info())
+    for client, answer in zip(pool.clients, infos, strict=True):
+        checks.check_server(answer.info, "ref", client.address)
+        checks.check_tokenizer(answer.info, "ref", client.address, fingerprint=fingerprint)
+        checks.check_length(answer.info, "ref", client.address, max_len=config.data.max_len)
+
+
+async def _check_rewards(pool: ReplicaPool[RewardClient], fingerprint: str) -> tuple[bool, int]:
+    """Whether token ids are wanted, and how many samples a call may carry (0: any)."""
+    infos = await pool.each(lambda client: client.get_info())
+    for client, info in zip(pool.clients, infos, strict=True):
+        checks.check_server(info.info, "reward", client.address)
+        checks.check_reward(info, client.address, fingerprint=fingerprint)
+    limits = [info.max_samples_per_call for info in infos if info.max_samples_per_call]
+    return any(info.needs_token_ids for info in infos), min(limits, default=0)
+
+
+def _groups_in_flight(infos: list[RolloutInfo]) -> int:
+    """What the replicas together take at once, as far as they say."""
+    limits = [info.info.max_concurrent_calls for info in infos]
+    return sum(limits) if all(limits) else MAX_GROUPS_IN_FLIGHT
+
+
+def _backend(config: PpoConfig) -> PushBackend | None:
+    """The push backend, None where the learner is to look."""
+    name, _ = push_backend(config, this_machine())
+    return None if name == "auto" else PushBackend(name)
+
+
+def _environment() -> dict[str, str]:
+    """Variables of the services: on a CPU, one thread a process, because there are several."""
+    if this_machine().num_gpus:
+        return {"TOKENIZERS_PARALLELISM": "false"}
+    return {
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+    }

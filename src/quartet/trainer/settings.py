@@ -1,0 +1,100 @@
+"""From flags to what learners are told: optimizer, schedule and losses."""
+
+from __future__ import annotations
+
+from quartet.config import (
+    AdvantageConfig,
+    MuonConfig,
+    OptimizerFields,
+    PpoConfig,
+)
+from quartet.config.derive import clip_band, correction_band
+from quartet.types import (
+    KlLoss,
+    MismatchCorrection,
+    OptimizerConfig,
+    PolicyLoss,
+    RunSpec,
+    ScheduleConfig,
+    ValueLoss,
+)
+from quartet.types import MuonConfig as MuonSettings
+
+
+def run_spec(
+    run_id: str,
+    optimizer: OptimizerFields,
+    *,
+    total_steps: int,
+    seed: int,
+    full_determinism: bool = False,
+) -> RunSpec:
+    """What StartRun needs, from the optimizer's flags and the known number of steps."""
+    return RunSpec(
+        run_id=run_id,
+        optimizer=OptimizerConfig(
+            type=optimizer.optim,
+            lr=optimizer.adam.lr,
+            betas=optimizer.adam.betas,
+            eps=optimizer.adam.eps,
+            weight_decay=optimizer.adam.weight_decay,
+            muon=_muon(optimizer.muon) if optimizer.optim == "muon" else None,
+        ),
+        schedule=ScheduleConfig(
+            name=optimizer.lr_scheduler,
+            total_steps=max(1, total_steps),
+            warmup_ratio=optimizer.lr_warmup_ratio,
+            min_lr_ratio=optimizer.min_lr_ratio,
+        ),
+        max_norm=optimizer.max_norm,
+        seed=seed,
+        full_determinism=full_determinism,
+    )
+
+
+def policy_loss(config: PpoConfig, *, kl_coef: float) -> PolicyLoss:
+    """The policy's loss. `kl_coef` counts where KL is part of the loss."""
+    actor, kl = config.actor, config.algo.kl
+    low, high = clip_band(actor)
+    kl_loss = None
+    if kl.use_loss and kl.init_coef > 0:
+        kl_loss = KlLoss(
+            coef=kl_coef, estimator=kl.estimator, unbiased_gradient=kl.unbiased_gradient
+        )
+    return PolicyLoss(
+        type=actor.policy_loss_type,
+        eps_clip_low=low,
+        eps_clip_high=high,
+        dual_clip=actor.dual_clip,
+        aggregation=actor.loss_agg_mode,
+        entropy_coef=actor.entropy_coef,
+        kl_loss=kl_loss,
+        aux_loss_coef=actor.aux_loss_coef,
+        mismatch_correction=mismatch_correction(config.algo.advantage),
+        temperature=config.rollout.temperature,
+    )
+
+
+def mismatch_correction(advantage: AdvantageConfig) -> MismatchCorrection | None:
+    """Correction between rollout engine and learner; None when it is off."""
+    if advantage.is_correction_level == "off":
+        return None
+    low, high = correction_band(advantage)
+    return MismatchCorrection(
+        level=advantage.is_correction_level,
+        mode=advantage.is_correction_mode,
+        gating=advantage.is_correction_gating,
+        threshold_low=low,
+        threshold_high=high,
+    )
+
+
+def value_loss(config: PpoConfig) -> ValueLoss:
+    """The critic's loss."""
+    return ValueLoss(value_clip=config.critic.value_clip, aux_loss_coef=config.actor.aux_loss_coef)
+
+
+def _muon(muon: MuonConfig) -> MuonSettings:
+    return MuonSettings(
+        lr=muon.lr, momentum=muon.momentum, ns_steps=muon.ns_steps, nesterov=muon.nesterov
+    )
