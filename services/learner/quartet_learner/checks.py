@@ -14,17 +14,20 @@ import numpy as np
 from quartet.errors import RequestError
 from quartet.types import (
     DpoLoss,
+    ForwardOutput,
     Head,
     LogprobKind,
     LogprobSpec,
     Loss,
     PairwiseLoss,
     PolicyLoss,
+    RunSpec,
     SequenceBatch,
     SftLoss,
     TrainSamples,
     ValueLoss,
 )
+from quartet.types.requests import ForwardRequest
 from quartet_learner.samples import PER_TOKEN, names_of, present
 
 HEADS: dict[type[Loss], Head] = {
@@ -59,6 +62,30 @@ def needed_fields(loss: Loss) -> tuple[str, ...]:
     if isinstance(loss, DpoLoss):
         return ("action_mask", "ref_logprobs")
     return ()
+
+
+def check_run(spec: RunSpec) -> None:
+    """Raise RequestError for an optimizer that the learner does not have."""
+    if spec.optimizer.type != "adam":
+        raise _wrong(
+            f"the learner has no optimizer {spec.optimizer.type}",
+            "optimizer.type",
+            spec.optimizer.type,
+            "use adam",
+        )
+
+
+def check_forward(request: ForwardRequest, output: ForwardOutput) -> None:
+    """Raise RequestError for what the head cannot compute."""
+    if request.output not in (None, output):
+        raise _wrong(
+            f"this learner's head computes {output}",
+            "output",
+            str(request.output),
+            f"ask for {output}, or ask another learner",
+        )
+    if request.with_entropy and output is not ForwardOutput.LOGPROBS:
+        raise _wrong("only head lm has an entropy", "with_entropy", "true", "ask for output alone")
 
 
 def check_loss(loss: Loss, head: Head) -> None:

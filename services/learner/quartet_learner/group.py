@@ -50,12 +50,15 @@ class RankGroup:
             raise InfraError(f"{what} failed on another rank", reason=RANK_FAILED)
 
 
-def join_group() -> RankGroup:
-    """Enter the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
+def join_group(store: Any, rank: int, world_size: int) -> RankGroup:
+    """Enter the group of all ranks.
 
-    Without them this process is the only rank, and meets itself on a store of its own.
+    Args:
+        store: torch.distributed store that all ranks share.
+        rank: this process's.
+        world_size: ranks.
     """
-    prepare_environment()
+    prepare_environment(rank, world_size)
     import torch
     import torch._dynamo  # DeepSpeed's zero.Init breaks whoever imports it later
     import torch.distributed as dist
@@ -65,33 +68,27 @@ def join_group() -> RankGroup:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     deepspeed = import_deepspeed()
+    backend = "nccl" if on_gpu else "gloo"
     if not dist.is_initialized():
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # A rank that is alone needs no address, so two learners on a host cannot collide.
-        store = dist.HashStore() if world_size == 1 else None
         dist.init_process_group(
-            backend="nccl" if on_gpu else "gloo",
-            store=store,
-            init_method=None if store else "env://",
+            backend=backend,
+            store=dist.PrefixStore("quartet/group", store),
             rank=rank,
             world_size=world_size,
             timeout=COLLECTIVE_TIMEOUT,
         )
-    deepspeed.init_distributed(
-        dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False
-    )
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    return RankGroup(
-        rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, control=control
-    )
+    return RankGroup(rank=rank, world_size=world_size, device=device, control=control)
 
 
-def prepare_environment() -> None:
+def prepare_environment(rank: int, world_size: int) -> None:
     """Set what DeepSpeed reads from the environment, where a launcher has not."""
     import torch
 
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-        os.environ.setdefault(name, value)
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -16,22 +16,21 @@ def can_sleep(zero_stage: int) -> bool:
     return zero_stage in SLEEPING_STAGES
 
 
-def sleep(deepspeed: Any) -> None:
-    """Move weights, gradients and optimizer states to main memory.
-
-    Raises:
-        RequestError: DeepSpeed cannot with this optimizer.
-    """
-    stage = deepspeed.zero_optimization_stage()
-    if not can_sleep(stage):
+def check_can_sleep(zero_stage: int) -> None:
+    """Raise RequestError for a ZeRO stage whose states DeepSpeed cannot move."""
+    if not can_sleep(zero_stage):
         raise RequestError(
             "DeepSpeed moves the states of ZeRO-3 for its own FusedAdam only",
             reason="SLEEP_UNSUPPORTED",
             field="ds.zero_stage",
-            value=str(stage),
+            value=str(zero_stage),
             remedy="use --ds.zero_stage 2, or leave --ds.enable_sleep off",
         )
-    if stage == 0:
+
+
+def sleep(deepspeed: Any) -> None:
+    """Move weights, gradients and optimizer states to main memory."""
+    if deepspeed.zero_optimization_stage() == 0:
         _move(deepspeed, torch.device("cpu"))
     else:
         deepspeed.offload_states(pin_memory=torch.cuda.is_available())
