@@ -12,12 +12,16 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from quartet.config.aliases import GONE, canonical_name
 from quartet.config.files import parse_scalar, read_file, read_values
 from quartet.config.tree import Leaf, flat, leaves, nested, suggestion
 from quartet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 ENV_PREFIX = "QUARTET_"
 
@@ -77,13 +81,21 @@ def build(cls: type[C], values: Mapping[str, Any], origins: Mapping[str, str]) -
     """
     if not values:
         return cls()
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     merged = flat(cls()) | dict(values)
     try:
-        return TypeAdapter(cls).validate_python(nested(merged))
+        return _reader(cls).validate_python(nested(merged))
     except ValidationError as error:
         raise _explained(error.errors()[0], cls, origins) from error
+
+
+@lru_cache
+def _reader(cls: type[C]) -> TypeAdapter[C]:
+    """Pydantic's reader of a class; it takes a while to make."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
 
 
 def from_yaml(cls: type[C], text: str, source: str = "configuration") -> C:
