@@ -172,7 +172,7 @@ class Launcher:
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **service.env},
+                env={**inherited_environment(), **service.env},
                 # Ctrl-C in a terminal goes to the whole foreground group. The trainer alone
                 # should get it, and stop its services in order.
                 start_new_session=True,
@@ -285,6 +285,14 @@ def serve_command(service: LocalService, settings: Path, ready: Path) -> list[st
         *("--rpc.ready_file", str(ready)),
         "--rpc.die_with_parent",
     ]
+
+
+def inherited_environment() -> dict[str, str]:
+    """The trainer's environment, without settings that were meant for the trainer.
+
+    A service reads QUARTET_* too, and they would win over the settings written for it.
+    """
+    return {k: v for k, v in os.environ.items() if not k.startswith("QUARTET_")}
 
 
 def _read_address(ready: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
@@ -16,19 +16,14 @@ from quartet.clients import (
     RolloutClient,
 )
 from quartet.config import PpoConfig, TrainerConfig
-from quartet.config.derive import (
-    forward_token_budget,
-    needs_critic,
-    needs_ref,
-    num_engines,
-    push_backend,
-)
+from quartet.config.derive import forward_token_budget, push_backend
 from quartet.config.files import to_yaml
 from quartet.config.machine import this_machine
+from quartet.config.placement import places
+from quartet.config.rpc import RpcConfig
 from quartet.config.services import Role, serve_config_for
 from quartet.errors import ConfigError, UnavailableError
 from quartet.obs.progress import Phase
-from quartet.rpc.address import split_addresses
 from quartet.trainer import checks
 from quartet.trainer.adapters import PooledJudge, PooledReference, PooledSampler, RemoteTrainee
 from quartet.trainer.launch import LocalService
@@ -45,55 +40,29 @@ MAX_GROUPS_IN_FLIGHT = 256
 AnyClient = TypeVar("AnyClient", bound=Client)
 
 
-def needed_roles(config: TrainerConfig) -> list[Role]:
-    """Roles of a run, in the order in which they are started."""
-    if not isinstance(config, PpoConfig):
-        return ["learner"]
-    roles: list[Role] = ["learner"]
-    if needs_critic(config):
-        roles.append("critic")
-    roles.append("rollout")
-    if needs_ref(config):
-        roles.append("ref")
-    roles.append("reward")
-    return roles
-
-
-def address_of(config: TrainerConfig, role: Role) -> str | None:
-    """The address that the user gave for a role."""
-    if role == "learner":
-        return config.learner.address
-    return getattr(config, role).address
-
-
 def local_services(config: TrainerConfig) -> list[LocalService]:
     """The services that have no address and are started on this machine."""
-    services: list[LocalService] = []
-    env = _environment()
-    for role in needed_roles(config):
-        if address_of(config, role):
-            continue
-        settings = to_yaml(serve_config_for(role, config))
-        count = num_engines(config) if isinstance(config, PpoConfig) and role == "rollout" else 1
-        services += [
-            LocalService(
-                role=role if count == 1 else f"{role}-{number}",
-                room="learner" if role == "critic" else role,
-                settings=settings,
-                env=env,
-                max_restarts=config.launch.max_restarts if role in RESTARTED else 0,
-            )
-            for number in range(count)
-        ]
-    return services
+    machine = this_machine()
+    return [
+        LocalService(
+            role=place.name,
+            room="learner" if place.role == "critic" else place.role,
+            settings=to_yaml(serve_config_for(place.role, config)),
+            env=_environment(place.gpus),
+            max_restarts=config.launch.max_restarts if place.role in RESTARTED else 0,
+        )
+        for place in places(config, machine)
+        if not place.address
+    ]
 
 
-def addresses_of(config: TrainerConfig, started: Mapping[str, str], role: Role) -> tuple[str, ...]:
-    """Addresses of a role's replicas: as given, or as started."""
-    given = address_of(config, role)
-    if given:
-        return split_addresses(given)
-    return tuple(a for name, a in started.items() if name == role or name.startswith(f"{role}-"))
+def all_addresses(config: TrainerConfig, started: Mapping[str, str]) -> dict[Role, tuple[str, ...]]:
+    """Addresses of every role's replicas: as given, or as started."""
+    found: dict[Role, tuple[str, ...]] = {}
+    for place in places(config, this_machine()):
+        address = place.address or started[place.name]
+        found[place.role] = (*found.get(place.role, ()), address)
+    return found
 
 
 async def connect_learner(
@@ -104,8 +73,8 @@ async def connect_learner(
     Raises:
         ConfigError: nobody serves there in time, or the service does not fit.
     """
-    (address,) = addresses_of(config, run.launcher.addresses, "learner")
-    client = await stack.enter_async_context(LearnerClient(address))
+    (address,) = all_addresses(config, run.launcher.addresses)["learner"]
+    client = await stack.enter_async_context(LearnerClient(address, _rpc(config)))
     with run.progress.phase("connect", total=1, unit="services") as phase:
         await _wait("learner", client, config.launch.connect_timeout, phase)
     _check_learner(config, await client.get_info(), "learner", address, head, fingerprint)
@@ -120,20 +89,20 @@ async def connect_ppo(
     Raises:
         ConfigError: nobody serves at an address in time, or a service does not fit.
     """
-    started = run.launcher.addresses
     timeout = config.launch.connect_timeout
-    addresses = {role: addresses_of(config, started, role) for role in needed_roles(config)}
+    addresses = all_addresses(config, run.launcher.addresses)
+    rpc = _rpc(config)
 
     async def pool(client_class: type[AnyClient], role: Role) -> ReplicaPool[AnyClient]:
-        made = ReplicaPool(client_class, addresses[role], patience=timeout)
+        made = ReplicaPool(client_class, addresses[role], rpc, patience=timeout)
         return await stack.enter_async_context(made)
 
-    policy = await stack.enter_async_context(LearnerClient(addresses["learner"][0]))
+    policy = await stack.enter_async_context(LearnerClient(addresses["learner"][0], rpc))
     rollouts = await pool(RolloutClient, "rollout")
     rewards = await pool(RewardClient, "reward")
     critic = references = None
     if "critic" in addresses:
-        critic = await stack.enter_async_context(LearnerClient(addresses["critic"][0]))
+        critic = await stack.enter_async_context(LearnerClient(addresses["critic"][0], rpc))
     if "ref" in addresses:
         references = await pool(RefClient, "ref")
 
@@ -253,13 +222,14 @@ def _backend(config: PpoConfig) -> PushBackend | None:
     return None if name == "auto" else PushBackend(name)
 
 
-def _environment() -> dict[str, str]:
-    """Variables of the services: on a CPU, one thread a process, because there are several."""
-    if this_machine().num_gpus:
-        return {"TOKENIZERS_PARALLELISM": "false"}
-    return {
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+def _rpc(config: TrainerConfig) -> RpcConfig:
+    """How services are called."""
+    return RpcConfig(insecure=config.rpc.insecure)
+
+
+def _environment(gpus: Sequence[int]) -> dict[str, str]:
+    """Variables of a service: its GPUs; on a CPU one thread, because there are several services."""
+    common = {"TOKENIZERS_PARALLELISM": "false"}
+    if gpus:
+        return common | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    return common | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

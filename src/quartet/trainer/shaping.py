@@ -36,6 +36,7 @@ class ShapingSettings:
     overlong_buffer_len: float | None = None
     overlong_penalty_factor: float = 1.0
     stop_properly_penalty_coef: float | None = None
+    stop_properly_legacy: bool = False
 
     @classmethod
     def of(cls, config: PpoConfig) -> ShapingSettings:
@@ -52,6 +53,8 @@ class ShapingSettings:
                 lam=advantage.lambd,
                 no_std_norm=advantage.no_std_norm,
                 clip_range=reward.clip_range,
+                clip_after_baseline=reward.clip_after_baseline,
+                std_eps=advantage.std_eps,
             ),
             kl_estimator=kl.estimator,
             kl_in_reward=kl.init_coef > 0 and not kl.use_loss,
@@ -59,6 +62,7 @@ class ShapingSettings:
             overlong_buffer_len=reward.overlong_buffer_len,
             overlong_penalty_factor=reward.overlong_penalty_factor,
             stop_properly_penalty_coef=reward.stop_properly_penalty_coef,
+            stop_properly_legacy=reward.stop_properly_legacy,
         )
 
 
@@ -131,6 +135,9 @@ def _penalised(experience: Experience, settings: ShapingSettings) -> Doubles:
         )
     if settings.stop_properly_penalty_coef is not None:
         rewards = stop_properly_penalty(
-            rewards, experience.truncated, coef=settings.stop_properly_penalty_coef
+            rewards,
+            experience.truncated,
+            coef=settings.stop_properly_penalty_coef,
+            legacy=settings.stop_properly_legacy,
         )
     return rewards

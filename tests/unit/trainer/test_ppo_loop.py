@@ -224,7 +224,7 @@ async def test_groups_go_on_while_others_still_generate(tmp_path):
 async def test_policy_rests_for_exactly_n_rollouts(tmp_path):
     cast = Cast(critic=FakeTrainee(head="value"))
     config = critic_config(critic={"freezing_steps": 1})
-    run, counts, _ = await play(cast, config, tmp_path, num_prompts=12)
+    _, counts, _ = await play(cast, config, tmp_path, num_prompts=12)
     assert counts == {"trained": 24}
     assert len(cast.critic.of("train")) == 6
     assert len(cast.policy.of("train")) == 4
