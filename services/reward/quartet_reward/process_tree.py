@@ -25,9 +25,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL the group that `pid` leads, and descendants that left the group.
+    """SIGKILL the group that `pid` leads or led, and descendants that left the group.
 
-    The leader is stopped first, so that it cannot start another child in between.
+    The group is stopped first, so that nobody starts another process in between.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGSTOP)

@@ -13,24 +13,21 @@ one socket: four bytes of length (big-endian), then JSON.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib.util
 import inspect
 import json
 import os
-import queue
+import select
 import signal
 import socket
 import struct
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 _LENGTH = struct.Struct(">I")
-_PR_SET_PDEATHSIG = 1
 
 RewardFunc = Callable[..., Any]
 
@@ -38,8 +35,8 @@ RewardFunc = Callable[..., Any]
 def main(arguments: list[str]) -> int:
     """Serve the function until the server hangs up. Returns the exit code."""
     path, descriptor = Path(arguments[0]), int(arguments[1])
-    _die_with_parent()
     channel = socket.socket(fileno=descriptor)
+    _start_guard(channel)
     source = read_frame(channel)
     if source is None:
         return 0
@@ -54,18 +51,29 @@ def main(arguments: list[str]) -> int:
 
 
 def _serve(channel: socket.socket, function: RewardFunc, path: Path) -> None:
-    frames: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(channel, frames), daemon=True).start()
     with asyncio.Runner() as runner:
-        while True:
-            write_frame(channel, _answer(function, frames.get(), path, runner))
+        while (frame := read_frame(channel)) is not None:
+            write_frame(channel, _answer(function, frame, path, runner))
 
 
-def _receive(channel: socket.socket, frames: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Pass requests on. When the server is gone, end this process and all it started."""
-    while (frame := read_frame(channel)) is not None:
-        frames.put(frame)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+def _start_guard(channel: socket.socket) -> None:
+    """Leave a process behind that ends this group as soon as the server is gone.
+
+    The worker cannot do it: user code may be stuck in C with the interpreter's lock held (one bad
+    regular expression is enough), and PR_SET_PDEATHSIG would end the worker alone and leave what
+    it started. The guard is no child of the worker, so user code that waits for all its children
+    does not wait for it.
+    """
+    between = os.fork()  # nothing but the standard library is loaded, and there is one thread
+    if between:
+        os.waitpid(between, 0)
+        return
+    if os.fork():
+        os._exit(0)
+    gone = select.poll()
+    gone.register(channel, getattr(select, "POLLRDHUP", select.POLLHUP))
+    gone.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _answer(
@@ -137,12 +145,6 @@ def _summary(error: BaseException, path: Path) -> str:
     if not places:
         return text
     return f"{text} ({path.name}:{places[-1].lineno}, in {places[-1].name})"
-
-
-def _die_with_parent() -> None:
-    """A server that is killed outright takes its workers along (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def write_frame(channel: socket.socket, frame: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -37,7 +36,8 @@ class WorkerProcess:
         """Use `start`."""
         self._process = process
         self._reader, self._writer = streams
-        self._output = output
+        self._tasks = (output, asyncio.create_task(self._notice_end()))
+        self._is_killed = False
 
     @classmethod
     async def start(cls, path: Path, source: str, *, time_limit: float) -> Self:
@@ -85,7 +85,7 @@ class WorkerProcess:
     @property
     def is_alive(self) -> bool:
         """False once the process has ended or was killed."""
-        return self._process.returncode is None and not self._writer.is_closing()
+        return self._process.returncode is None and not self._is_killed
 
     @property
     def pid(self) -> int:
@@ -131,15 +131,23 @@ class WorkerProcess:
         return reply["answer"]
 
     async def kill(self) -> int:
-        """End the process and all it started; returns its exit code."""
-        if self._process.returncode is None:
+        """End the process and all it started; returns its exit code. May be called twice."""
+        if not self._is_killed:
+            # Also when it has ended by itself: what it started may live on. The guard, which only
+            # this ends, has kept the number from becoming another group's.
+            self._is_killed = True
             kill_tree(self._process.pid)
         code = await self._process.wait()
         self._writer.close()
-        self._output.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._output
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         return code
+
+    async def _notice_end(self) -> None:
+        """End a pending read when the process ends: its children may keep the socket open."""
+        await self._process.wait()
+        self._reader.feed_eof()
 
     async def _load(self, path: Path, source: str, time_limit: float) -> None:
         try:

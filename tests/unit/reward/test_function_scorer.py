@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import signal
 
 import pytest
 from quartet_reward.batcher import Batcher
@@ -310,6 +311,48 @@ async def test_a_file_that_cannot_score_is_one_line_at_start(write_reward_file, 
 async def test_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         await FunctionScorer(tmp_path / "nowhere.py").start()
+
+
+async def test_a_worker_that_dies_while_idle_costs_nobody_a_sample(write_reward_file):
+    async with serving(write_reward_file(BEHAVIOURS)) as (score, scorer):
+        [pid] = scorer.worker_pids
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not scorer.worker_pids)
+        assert (await score(make_item(label="main")))[0].reward == 1.0
+
+
+async def test_children_of_a_worker_that_died_do_not_outlive_it(write_reward_file, caplog):
+    caplog.set_level(logging.INFO)
+    text = """
+        import os, subprocess
+        def reward_func(queries, prompts, labels, **kwargs):
+            os.write(1, b"child %d\\n" % subprocess.Popen(["sleep", "600"]).pid)
+            if os.fork() == 0:
+                import time
+                time.sleep(600)  # keeps every descriptor of the worker open
+            os._exit(7)
+    """
+    async with serving(write_reward_file(text), time_limit=60) as (score, _):
+        [outcome] = await score(make_item())
+        assert outcome.reason == "WORKER_DIED"
+        [line] = [r.getMessage() for r in caplog.records if "child" in r.getMessage()]
+        await until(lambda: is_gone(int(line.split()[-1])))
+
+
+async def test_user_code_may_wait_for_all_its_children(write_reward_file):
+    text = """
+        import os, subprocess
+        def reward_func(queries, prompts, labels, **kwargs):
+            subprocess.Popen(["true"])
+            waited = 0
+            try:
+                while os.wait():
+                    waited += 1
+            except ChildProcessError:
+                return {"rewards": waited}
+    """
+    async with serving(write_reward_file(text), time_limit=10) as (score, _):
+        assert (await score(make_item()))[0].reward == 1.0
 
 
 async def test_a_cancelled_call_takes_its_worker_along(write_reward_file):

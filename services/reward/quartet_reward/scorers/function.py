@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quartet.errors import ConfigError, DataError
+from quartet.errors import ConfigError, DataError, InfraError
 from quartet.types import Failure, ScoreItem
 from quartet_reward.answer import DEFAULT_MAX_ABS, read_answer
 from quartet_reward.scorer import Job, Outcome, ScorerTraits
@@ -99,7 +99,7 @@ class FunctionScorer:
         """Call the function once, with all jobs of the batch."""
         slot = await self._idle.get()
         try:
-            worker = slot.worker or await self._fill(slot)
+            worker = await self._worker_of(slot)
             answer = await worker.call(
                 [job.item.query for job in jobs],
                 [job.item.prompt for job in jobs],
@@ -130,7 +130,18 @@ class FunctionScorer:
         workers = [slot.worker for slot in self._slots if slot.worker is not None]
         await asyncio.gather(*(worker.kill() for worker in workers))
 
+    async def _worker_of(self, slot: _Slot) -> WorkerProcess:
+        """The slot's worker, a new one if it has died while it was idle."""
+        if slot.worker is not None and slot.worker.is_alive:
+            return slot.worker
+        try:
+            return await self._fill(slot)
+        except ConfigError as error:  # the file was fine at start: this is no fault of the caller
+            raise InfraError(f"no reward worker: {error.message}", reason="WORKER_START") from error
+
     async def _fill(self, slot: _Slot) -> WorkerProcess:
+        if slot.worker is not None:
+            await slot.worker.kill()
         slot.worker = await WorkerProcess.start(
             self._path, self._source, time_limit=IMPORT_TIME_LIMIT
         )
@@ -141,7 +152,6 @@ class FunctionScorer:
         if slot.worker is not None and slot.worker.is_alive:
             self._idle.put_nowait(slot)
         elif not self._is_stopping:
-            slot.worker = None
             slot.revival = asyncio.create_task(self._revive(slot))
 
     async def _revive(self, slot: _Slot) -> None:
