@@ -165,29 +165,55 @@ def map_errors(replica: str) -> Stage:
     return stage
 
 
-def limit_calls(limit: int) -> Stage:
-    """Refuse the call that would be one more than `limit`; control methods always get in."""
-    taken = 0
+class Admission:
+    """Who gets in: at most `limit` calls of work at once, and nobody while the server drains.
+
+    Control methods always find room; health and reflection are answered to the end.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._working = 0
+        self._inside = 0
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     @asynccontextmanager
-    async def stage(call: Call) -> AsyncIterator[None]:
-        nonlocal taken
-        if not policy.takes_a_slot(call.service, call.method):
+    async def stage(self, call: Call) -> AsyncIterator[None]:
+        """Hold a place for the call, or refuse it with UnavailableError."""
+        if call.service.startswith(policy.ABOUT_THE_SERVER):
             yield
             return
-        if taken >= limit:
+        if self._draining:
+            raise UnavailableError("this server is shutting down", reason="DRAINING")
+        takes_slot = policy.takes_a_slot(call.service, call.method)
+        if takes_slot and self._working >= self._limit:
             raise UnavailableError(
-                f"{limit} calls are being worked on already",
+                f"{self._limit} calls are being worked on already",
                 reason=errors.TOO_MANY_CALLS,
                 remedy="ask again later, or keep fewer calls in flight",
             )
-        taken += 1
+        self._working += takes_slot
+        self._inside += 1
+        self._empty.clear()
         try:
             yield
         finally:
-            taken -= 1
+            self._working -= takes_slot
+            self._inside -= 1
+            if self._inside == 0:
+                self._empty.set()
 
-    return stage
+    async def drain(self, timeout: float) -> None:
+        """Refuse new calls, and wait up to `timeout` seconds for those inside."""
+        self._draining = True
+        if self._inside == 0:
+            return
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout)
+        except TimeoutError:
+            _logger.warning("%d calls are cut off after %g s", self._inside, timeout)
 
 
 def _signed(error: QuartetError, replica: str) -> QuartetError:

@@ -98,7 +98,8 @@ _METHODS: dict[str, dict[str, MethodPolicy]] = {
 }
 
 _DEFAULT = _work(_MINUTE, idempotent=False)
-_ALWAYS_ADMITTED = ("grpc.health.", "grpc.reflection.")
+ABOUT_THE_SERVER = ("grpc.health.", "grpc.reflection.")
+"""Prefixes of the services that every server has beside its own."""
 
 
 def services() -> dict[str, tuple[str, ...]]:
@@ -113,7 +114,7 @@ def method_policy(service: str, method: str) -> MethodPolicy:
 
 def takes_a_slot(service: str, method: str) -> bool:
     """True when a call counts against the server's max_concurrent_calls."""
-    return not service.startswith(_ALWAYS_ADMITTED) and not method_policy(service, method).control
+    return not service.startswith(ABOUT_THE_SERVER) and not method_policy(service, method).control
 
 
 def service_config(*, retry: bool = True, spread: bool = False) -> str:

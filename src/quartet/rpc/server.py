@@ -63,11 +63,12 @@ class Server:
         self.replica = getattr(service, "replica", "") or f"{service.name}-{uuid.uuid4().hex[:8]}"
         self.address = ""
         self._rpc = rpc
+        self._admission = interceptors.Admission(rpc.max_concurrent_calls)
         stages = [
             interceptors.log_context(service.name, self.replica),
             interceptors.count,
             interceptors.map_errors(self.replica),
-            interceptors.limit_calls(rpc.max_concurrent_calls),
+            self._admission.stage,
         ]
         self._server = grpc.aio.server(
             interceptors=[interceptors.StagesInterceptor(stages)], options=policy.server_options()
@@ -107,7 +108,9 @@ class Server:
     async def drain(self) -> None:
         """Say NOT_SERVING, refuse new calls, wait for those under way, then cut them off."""
         self._health.set_serving(False)
-        await self._server.stop(self._rpc.drain_seconds)
+        await self._admission.drain(self._rpc.drain_seconds)
+        # Only watchers of health and stragglers are left: gRPC's own grace would wait for them.
+        await self._server.stop(None)
 
 
 def run(service: Service, rpc: RpcConfig, metrics_config: MetricsConfig) -> int:

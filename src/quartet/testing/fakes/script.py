@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ class Script:
         """Methods whose call was cancelled while it was held."""
         self._failures: dict[str, list[_Failure]] = {}
         self._gates: dict[str, asyncio.Event] = {}
+        self._changed = asyncio.Event()
 
     def fail(
         self, method: str, error: Exception, *, after: int = 0, times: int | None = None
@@ -66,14 +68,29 @@ class Script:
         """How many calls of `method` arrived."""
         return sum(call.method == method for call in self.calls)
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds; it is looked at whenever a call arrives or is cancelled.
+
+        Example:
+            >>> await fake.script.until(lambda: fake.script.count("Score") == 2)
+        """
+        while not condition():
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     async def enter(self, method: str, request: Any) -> None:
         """Record a call, wait where it is held, fail where it shall."""
         self.calls.append(Recorded(method=method, request=request))
+        self._notify()
         if method in self._gates:
             try:
                 await self._gates[method].wait()
             except asyncio.CancelledError:
                 self.cancelled.append(method)
+                self._notify()
                 raise
         for failure in self._failures.get(method, ()):
             if failure.after > 0:
