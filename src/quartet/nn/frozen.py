@@ -77,9 +77,12 @@ class FrozenModel:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def _load_model(self) -> None:
+        from transformers.utils import logging as transformers_logging
+
         from quartet.nn.digest import model_digest
         from quartet.nn.loading import pick_device
 
+        transformers_logging.disable_progress_bar()  # a service's log is no terminal
         self._device = pick_device()
         model = self._load(self._device).eval().requires_grad_(False)
         self._model = model if self._offload else model.to(self._device)

@@ -71,3 +71,56 @@ def close() -> Callable[..., None]:
         )
 
     return check
+
+
+@pytest.fixture(scope="session")
+def group() -> Any:
+    """This process as a learner's only rank."""
+    import torch.distributed as dist
+    from quartet_learner.group import join_group
+
+    return join_group(dist.HashStore(), 0, 1)
+
+
+@pytest.fixture
+def make_engine(tiny_model_dir: Path, group: Any) -> Callable[..., Any]:
+    """Makes a LearnerEngine that has started a run; keywords are settings, or of the run."""
+    from quartet_learner.engine import LearnerEngine
+    from quartet_learner.settings import LearnerSettings
+
+    from quartet.types import OptimizerConfig, RunSpec, ScheduleConfig
+
+    def make(
+        *,
+        model: Path | str | None = None,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        schedule: ScheduleConfig | None = None,
+        max_norm: float = 1.0,
+        seed: int = 42,
+        run_id: str = "run",
+        **settings: Any,
+    ) -> LearnerEngine:
+        source = str(model or tiny_model_dir)
+        engine = LearnerEngine(LearnerSettings(model_name_or_path=source, **settings), group)
+        engine.start_run(
+            RunSpec(
+                run_id=run_id,
+                optimizer=OptimizerConfig(lr=lr, weight_decay=weight_decay),
+                schedule=schedule or ScheduleConfig(name="constant", total_steps=100),
+                max_norm=max_norm,
+                seed=seed,
+            )
+        )
+        return engine
+
+    return make
+
+
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Whole weights by name, copied, whatever the ZeRO stage."""
+    from quartet_learner.weights import whole
+
+    named = dict(engine.model.hf.named_parameters())
+    with whole(named.values()):
+        return {name: p.detach().float().cpu().clone() for name, p in named.items()}
