@@ -105,6 +105,11 @@ class ReplicaPool(Generic[AnyClient]):
         """Clients of the replicas that serve now."""
         return [replica.client for replica in self._replicas if replica.serving]
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds; it is looked at whenever a replica's state changes."""
+        while not condition():
+            await self._changed.wait()
+
     async def wait_ready(self, timeout: float) -> None:
         """Wait until every replica serves; raises as Client.wait_ready where one does not."""
 

@@ -11,12 +11,14 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.types import SequenceBatch
+from quartet.types import SamplingParams, SequenceBatch
 
 VOCABULARY = 64
 """Token ids are below this."""
 EOS = 0
 """The token that ends a completion."""
+DEFAULT_LENGTH = 16
+"""Tokens of a completion when nobody says how many, the context leaving so much."""
 STEP = np.float32(0.01)
 """What one optimizer step adds to every log-probability."""
 
@@ -49,11 +51,18 @@ def rewards(batch: SequenceBatch, version: int) -> NDArray[np.float32]:
     return (sums / batch.lengths / VOCABULARY + STEP * version).astype(np.float32)
 
 
-def sample(prompt: tuple[int, ...], seed: int, limit: int) -> NDArray[np.int32]:
-    """Tokens of one completion, by prompt and seed alone; it ends with EOS or at `limit`."""
+def sample(prompt: tuple[int, ...], seed: int, sampling: SamplingParams) -> NDArray[np.int32]:
+    """Tokens of one completion, by prompt and seed alone, under the limits of `sampling`."""
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
+    limit = sampling.max_new_tokens or DEFAULT_LENGTH
     key = f"{prompt}:{seed}".encode()
     tokens: list[int] = []
-    while len(tokens) < limit and EOS not in tokens[-1:]:
+    while len(tokens) < limit:
         digest = hashlib.sha256(key + len(tokens).to_bytes(4, "little")).digest()
-        tokens.append(digest[0] % VOCABULARY)
+        token = digest[0] % VOCABULARY
+        while token in stops and len(tokens) < sampling.min_new_tokens:
+            token = (token + 1) % VOCABULARY
+        tokens.append(token)
+        if token in stops:
+            break
     return np.array(tokens, np.int32)

@@ -40,8 +40,6 @@ from quartet.types import (
     WeightManifest,
 )
 
-_DEFAULT_LENGTH = 16
-
 
 class FakeRollout(pb_grpc.RolloutServiceServicer):
     """Completes prompts, the same for the same prompt and seed.
@@ -174,13 +172,12 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         if sample_id in self._failures:
             return Completion(sample_id=sample_id, failure=self._failures[sample_id])
         greedy = sampling.temperature == 0
-        tokens = model.sample(
-            prompt, 0 if greedy else seed, sampling.max_new_tokens or _DEFAULT_LENGTH
-        )
+        tokens = model.sample(prompt, 0 if greedy else seed, sampling)
         whole = SequenceBatch.of([[*prompt, *tokens.tolist()]])
         temperature = spec.temperature or 1.0
         flat = model.logprobs(whole, self.weights, temperature)[len(prompt) :]
-        stopped = len(tokens) > 0 and tokens[-1] == model.EOS
+        stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (model.EOS,)))
+        stopped = tokens[-1] in stops
         return Completion(
             sample_id=sample_id,
             token_ids=tokens,
