@@ -25,15 +25,22 @@ class Phase:
     """A piece of work under way. Made by `Progress.phase`."""
 
     def __init__(
-        self, name: str, total: float | None, unit: str, clock: Callable[[], float]
+        self,
+        name: str,
+        total: float | None,
+        unit: str,
+        clock: Callable[[], float],
+        on_end: Callable[[Phase], None],
     ) -> None:
         """Name it; `total` is in `unit`, None when unknown."""
         self.name = name
         self.total = total
         self.unit = unit
         self._clock = clock
+        self._on_end = on_end
         self.began = clock()
         self.done = 0.0
+        self.ended = False
         self.seconds = 0.0
         """How long it took; set when all is done, at the latest when the phase ends."""
         self.waiting_for = ""
@@ -53,17 +60,20 @@ class Phase:
             self._note_end()
 
     def end(self) -> None:
-        """Stop the clock, if it has not stopped by itself."""
-        self.seconds = self.seconds or self._clock() - self.began
+        """Stop the clock and say so, if that was not done when the last work was."""
+        if not self.ended:
+            self.ended = True
+            self.seconds = self._clock() - self.began
+            self._on_end(self)
 
     def _note_end(self) -> None:
-        # Several phases of a pipeline overlap and are closed together; each has its own end.
+        # Phases of a pipeline overlap and are closed together, but each has its own end.
         if self.total is not None and self.done >= self.total:
             self.end()
 
     def state(self) -> str:
         """How far it is, as one line."""
-        seconds = self.seconds or self._clock() - self.began
+        seconds = self._clock() - self.began
         of = f"/{self.total:g}" if self.total is not None else ""
         counted = f" {self.done:g}{of} {self.unit}," if self.total is not None or self.done else ""
         waiting = f", waiting for {self.waiting_for}" if self.waiting_for else ""
@@ -108,19 +118,18 @@ class Progress:
 
         A phase that ends by an exception leaves no closing line: the error speaks for it.
         """
-        phase = Phase(name, total, unit, self._clock)
+        phase = Phase(name, total, unit, self._clock, lambda p: self.say(p.summary()))
         with self._lock:
             self._open.append(phase)
         task = None if self._bars is None else self._bars.add_task(name, total=total)
         try:
             yield phase
-        finally:
             phase.end()
+        finally:
             with self._lock:
                 self._open.remove(phase)
             if self._bars is not None and task is not None:
                 self._bars.remove_task(task)
-        self.say(phase.summary())
 
     def say(self, line: str) -> None:
         """Write one line, above the bars if there are any."""
@@ -149,7 +158,7 @@ class Progress:
                     self._bars.update(task.id, completed=phase.done, description=phase.state())
                 continue
             for phase in phases:
-                if not phase.seconds and self._clock() - phase.began >= self._interval:
+                if not phase.ended and self._clock() - phase.began >= self._interval:
                     self.say(phase.state())
 
 

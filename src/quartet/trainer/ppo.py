@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from quartet.config import PpoConfig
-from quartet.data.prompts import load_prompts
-from quartet.data.tokenizer import fingerprint_of, load_tokenizer
-from quartet.errors import ConfigError
+from quartet.data import fingerprint_of, load_prompts
 from quartet.obs.progress import Progress
+from quartet.trainer.inputs import policy_tokenizer, say_report
 from quartet.trainer.ppo_loop import PpoInputs, PpoLoop
 from quartet.trainer.run import Job, Run, conduct
 from quartet.trainer.services import connect_ppo, local_services
@@ -40,18 +39,7 @@ def prepare(config: PpoConfig, progress: Progress) -> Job:
 
 def read_inputs(config: PpoConfig, progress: Progress) -> PpoInputs:
     """Tokenizer and prompts."""
-    model = config.actor.model_name_or_path
-    if not model:
-        raise ConfigError(
-            "there is no policy to train",
-            field="actor.model_name_or_path",
-            remedy="give --actor.model_name_or_path",
-        )
-    tokenizer = load_tokenizer(
-        model,
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.ds.trust_remote_code,
-    )
+    tokenizer = policy_tokenizer(config)
     max_new_tokens = config.rollout.max_new_tokens or 1
     built = load_prompts(
         config.data,
@@ -59,14 +47,12 @@ def read_inputs(config: PpoConfig, progress: Progress) -> PpoInputs:
         max_prompt_tokens=config.data.max_len - max_new_tokens,
         seed=config.train.seed,
     )
-    for line in built.report.lines():
-        progress.say(line)
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     return PpoInputs(
-        prompts=built.samples,
+        prompts=say_report(built, progress),
         decode=decode,
         tokenizer_fingerprint=fingerprint_of(tokenizer),
     )

@@ -147,12 +147,12 @@ class PpoLoop:
     async def _push(self, when: str) -> None:
         """Have all rollout replicas serve the policy as it is now."""
         version = self._policy_version + 1
-        with self._run.progress.phase(f"{when} push", unit="bytes") as phase:
+        with self._run.progress.phase(f"{when} push") as phase:
             phase.waiting_for = "learner and rollout"
             result = await self._players.policy.push_weights(
                 request_id=f"{self._run.run_id}/push/{version}", policy_version=version
             )
-            phase.advance(result.total_bytes)
+            phase.note = f"{result.total_bytes / 1e6:.1f} MB as version {version}"
         for replica in result.replicas:
             if not replica.committed:
                 self._run.progress.say(

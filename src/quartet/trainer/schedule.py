@@ -89,11 +89,17 @@ class SeededBatches(Generic[Row]):
         """Batches of a pass."""
         return ceil_div(len(self._rows), self._batch_size)
 
+    def of_epoch(self, epoch: int) -> list[Batch[Row]]:
+        """The batches of one pass."""
+        order = epoch_order(len(self._rows), seed=self._seed, epoch=epoch).tolist()
+        parts = [order[i : i + self._batch_size] for i in range(0, len(order), self._batch_size)]
+        return [
+            Batch(epoch=epoch, index=index, rows=tuple(self._rows[i] for i in part))
+            for index, part in enumerate(parts)
+        ]
+
     def run(self, epochs: int, *, skip: int = 0) -> Iterator[Batch[Row]]:
         """Batches of `epochs` passes, without the first `skip` of them all."""
         for epoch in range(skip // self.per_epoch, epochs):
-            order = epoch_order(len(self._rows), seed=self._seed, epoch=epoch)
-            first = skip - epoch * self.per_epoch if epoch == skip // self.per_epoch else 0
-            for index in range(first, self.per_epoch):
-                part = order[index * self._batch_size : (index + 1) * self._batch_size]
-                yield Batch(epoch=epoch, index=index, rows=tuple(self._rows[i] for i in part))
+            first = max(0, skip - epoch * self.per_epoch)
+            yield from self.of_epoch(epoch)[first:]

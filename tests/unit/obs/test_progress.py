@@ -29,12 +29,17 @@ def test_phase_ends_with_one_line_and_its_rate():
     stream, now = Lines(), [0.0]
     progress = Progress(stream=stream, clock=lambda: now[0])
     with progress.phase("step 1 generate", total=8, unit="samples") as phase:
-        phase.advance(8)
-        phase.note = "640 tokens"
+        phase.advance(6)
         now[0] = 4.0
+        phase.note = "640 tokens"
+        phase.skip(1)
+        phase.advance(1)
+        # All work is done: the line is written now, not when the block is left.
+        assert stream.getvalue() != ""
+        now[0] = 9.0
     progress.close()
     assert stream.getvalue() == (
-        "step 1 generate: 8 samples in 4.0 s (2.0 samples/s), 640 tokens\n"
+        "step 1 generate: 7 samples in 4.0 s (1.8 samples/s), 640 tokens\n"
     )
     assert phase.seconds == 4.0
 
