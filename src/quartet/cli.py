@@ -6,6 +6,7 @@ does the work. Exit codes: 0 done, 1 failure, 2 wrong configuration, 130 interru
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ quartet {__version__}: RLHF training as four gRPC services
   quartet train ppo|sft|rm|dpo [flags]               train; starts the services that have no address
   quartet serve rollout|reward|ref|learner [flags]   serve one of them
   quartet probe ADDRESS [SERVICE]                    ask a service whether it serves
+  quartet conformance ROOM ADDRESS                   grade a server, whoever wrote it
   quartet tools NAME [arguments]                     helpers: see quartet tools --help
   quartet --version
 
@@ -55,6 +57,7 @@ _SERVE = {
     "ref": _Target(config="RefServeConfig", module="quartet_ref.server"),
     "learner": _Target(config="LearnerServeConfig", module="quartet_learner.server"),
 }
+_COMMANDS = ("train", "serve", "probe", "conformance", "tools")
 _TOOLS = {
     "gguf-to-hf": ("quartet.tools.gguf_to_hf", "turn a GGUF file into a Hugging Face folder"),
 }
@@ -92,10 +95,12 @@ def _dispatch(args: Sequence[str]) -> int:
             return _configured("serve", _SERVE, rest)
         case ["probe", *rest]:
             return _call(import_module("quartet.rpc.probe").main, rest)
+        case ["conformance", *rest]:
+            return _conformance(rest)
         case ["tools", *rest]:
             return _tool(rest)
         case [unknown, *_]:
-            raise _unknown_command("quartet", unknown, ["train", "serve", "probe", "tools"])
+            raise _unknown_command("quartet", unknown, list(_COMMANDS))
         case _:
             raise AssertionError(args)
 
@@ -161,6 +166,25 @@ def _run(command: str, name: str, module: str, config: object) -> int:
             remedy=f"pip install 'quartet-rlhf[{extra}]'",
         ) from error
     return worker.main(config)
+
+
+def _conformance(args: Sequence[str]) -> int:
+    """Run a room's conformance suite against a server."""
+    rooms = [room for room in _SERVE if find_spec(f"quartet.testing.conformance.{room}")]
+    match args:
+        case [room, address] if room in rooms:
+            suite = import_module(f"quartet.testing.conformance.{room}")
+        case [room, _] if room not in rooms:
+            raise _unknown_command("quartet conformance", room, rooms)
+        case _:
+            sys.stdout.write(f"quartet conformance {'|'.join(rooms)} ADDRESS\n")
+            return 0 if args in (["-h"], ["--help"]) else ConfigError.exit_code
+    run_checks = import_module("quartet.testing.conformance").run_checks
+    subject = getattr(suite, f"{room.capitalize()}Subject")(address=address)
+    results = asyncio.run(run_checks(suite.CHECKS, subject))
+    for result in results:
+        sys.stdout.write(f"{result.outcome:<8} {result.rule} {result.message}".rstrip() + "\n")
+    return EXIT_FAILURE if any(result.outcome == "failed" for result in results) else 0
 
 
 def _tool(args: Sequence[str]) -> int:

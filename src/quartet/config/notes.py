@@ -14,13 +14,13 @@ from quartet.config.derive import (
     needs_critic,
     needs_ref,
     num_ranks,
-    rollout_engine,
     samples_per_rollout,
     trained_model,
 )
 from quartet.config.machine import Machine
 from quartet.config.methods import DpoConfig, PpoConfig, SftConfig, TrainerConfig
 from quartet.config.runnable import is_local
+from quartet.config.support import wanted_engine
 from quartet.config.tree import flat
 
 _WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})
@@ -117,7 +117,7 @@ def _ppo_engine(config: PpoConfig, machine: Machine, given: set[str]) -> Iterato
         if set_here:
             yield f"{', '.join(set_here)}: the services at --rollout.address have their own."
         return
-    if rollout_engine(config.rollout.engine, machine) == "vllm":
+    if wanted_engine(config, machine) == "vllm":
         return
     of_vllm = {"enable_prefix_caching", "enforce_eager", "gpu_memory_utilization"}
     set_here = sorted(name for name in given if name.removeprefix("vllm.") in of_vllm)

@@ -14,7 +14,6 @@ from quartet.config.derive import (
     needs_ref,
     num_ranks,
     push_backend,
-    rollout_engine,
     samples_per_rollout,
     split_list,
     train_token_budget,
@@ -26,6 +25,7 @@ from quartet.config.notes import notes
 from quartet.config.placement import Place, places
 from quartet.config.runnable import obstacles
 from quartet.config.serve import LearnerServeConfig, RefServeConfig, RewardServeConfig, ServeConfig
+from quartet.config.support import wanted_engine
 
 _NAMES: Mapping[type, str] = {
     PpoConfig: "ppo",
@@ -91,7 +91,7 @@ def render_service(config: ServeConfig, machine: Machine) -> str:
             f"{config.ds.zero_stage}"
         )
     if not isinstance(config, RewardServeConfig | RefServeConfig | LearnerServeConfig):
-        lines.append(f"  engine     {rollout_engine(config.rollout.engine, machine)}")
+        lines.append(f"  engine     {wanted_engine(config, machine)}")
     lines.append(
         f"  weights    {config.ds.param_dtype}, attention "
         f"{attention(config.ds.attn_implementation, machine)}"
@@ -188,7 +188,7 @@ def _holds(role: str, group: Sequence[Place], config: TrainerConfig, machine: Ma
         case "reward":
             return str(config.reward.model_name_or_path or config.reward.remote_url)
         case "rollout":
-            engine = rollout_engine(config.rollout.engine, machine)
+            engine = wanted_engine(config, machine)
             return f"{config.actor.model_name_or_path}, engine {engine}"
         case _:
             return str(config.actor.model_name_or_path)
@@ -203,10 +203,12 @@ def _ppo_batches(config: PpoConfig, machine: Machine) -> list[str]:
         full = f"{len(sizes) - 1} x {train.batch_size} and " if len(sizes) > 1 else ""
         steps = f"{full}1 x {sizes[-1]} samples"
     total = len(sizes) * train.max_epochs
-    new = rollout.max_new_tokens or f"what the prompt leaves of {config.data.max_len}"
+    length = f"what the prompt leaves of {config.data.max_len} tokens"
+    if rollout.max_new_tokens:
+        length = f"{rollout.max_new_tokens} tokens"
     return [
         f"rollout          {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
-        f"{_count(samples, 'sample')}, at most {new} new tokens",
+        f"{_count(samples, 'sample')}, each of at most {length}",
         f"optimizer steps  {total} a rollout: {train.max_epochs} "
         f"{'pass' if train.max_epochs == 1 else 'passes'} of {steps}",
         f"micro-batches    {_micro(config, machine)}",

@@ -13,7 +13,6 @@ from typing import Any
 
 from quartet.config.derive import (
     push_backend,
-    rollout_engine,
     split_list,
     trained_model,
 )
@@ -27,7 +26,7 @@ from quartet.config.serve import (
     RolloutServeConfig,
     ServeConfig,
 )
-from quartet.config.support import unsupported
+from quartet.config.support import ENGINES, unsupported, wanted_engine
 from quartet.config.tree import wrong
 from quartet.errors import ConfigError
 
@@ -88,7 +87,7 @@ def _ppo(config: PpoConfig, machine: Machine) -> Iterator[ConfigError]:
                 f"start the service there and give --{addressed}.address",
             )
     if not config.rollout.address:
-        yield from _engine(config.rollout.engine, config.vllm.tensor_parallel_size, machine)
+        yield from _engine(config, machine)
     backend, _ = push_backend(config, machine)
     if backend == "ipc":
         yield wrong(
@@ -101,9 +100,16 @@ def _ppo(config: PpoConfig, machine: Machine) -> Iterator[ConfigError]:
         yield wrong("push.backend", "nccl", "there is no GPU here", "take --push.backend gloo")
 
 
-def _engine(name: Any, width: int, machine: Machine) -> Iterator[ConfigError]:
-    engine = rollout_engine(name, machine)
-    if engine == "vllm" and not machine.has_vllm:
+def _engine(config: PpoConfig | RolloutServeConfig, machine: Machine) -> Iterator[ConfigError]:
+    engine, width = wanted_engine(config, machine), config.vllm.tensor_parallel_size
+    if engine not in ENGINES:
+        yield wrong(
+            "rollout.engine",
+            engine,
+            "this engine is not in this release",
+            "take --rollout.engine transformers, with --vllm.tensor_parallel_size 1",
+        )
+    elif engine == "vllm" and not machine.has_vllm:
         yield wrong(
             "rollout.engine",
             "vllm",
@@ -123,7 +129,7 @@ def _service(config: ServeConfig, machine: Machine) -> Iterator[ConfigError]:
     match config:
         case RolloutServeConfig():
             yield from _model("rollout.model_name_or_path", config.rollout.model_name_or_path)
-            yield from _engine(config.rollout.engine, config.vllm.tensor_parallel_size, machine)
+            yield from _engine(config, machine)
         case RefServeConfig():
             yield from _model("ref.model_name_or_path", config.ref.model_name_or_path)
         case LearnerServeConfig():

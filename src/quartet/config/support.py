@@ -11,9 +11,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quartet.config.derive import rollout_engine
+from quartet.config.machine import Machine
 from quartet.config.methods import PpoConfig
+from quartet.config.sampling import EngineName
+from quartet.config.serve import RolloutServeConfig
 from quartet.config.tree import flat, value_of, wrong
 from quartet.errors import ConfigError
+
+ENGINES: tuple[EngineName, ...] = ("transformers",)
+"""Rollout engines of this build."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +41,13 @@ _NO_LORA = Refusal(
 _NO_RING = Refusal(
     why="a sequence is not spread over GPUs in this release",
     instead="leave it at 1; lower --data.max_len, or add --actor.gradient_checkpointing_enable",
+)
+_NO_MUON = Refusal(
+    why="the learner optimises with AdamW only in this release", instead="leave the flag away"
+)
+_NO_AUX = Refusal(
+    why="a router's balance loss is not in this release",
+    instead="leave it at 0; a mixture of experts trains without it",
 )
 _NO_EMA = Refusal(
     why="averaged weights are not in this release", instead="leave the flag away; average exports"
@@ -132,6 +146,13 @@ REFUSED: Mapping[str, Refusal] = {
         why="learners do not sleep between the phases in this release",
         instead="use --ds.adam_offload to keep the optimizer in main memory",
     ),
+    **{
+        f"{prefix}{name}": _NO_MUON
+        for prefix in ("", "actor.", "critic.")
+        for name in ("optim", "muon.lr", "muon.momentum", "muon.ns_steps", "muon.nesterov")
+    },
+    "actor.aux_loss_coef": _NO_AUX,
+    "model.aux_loss_coef": _NO_AUX,
     "local_rank": Refusal(
         why="Quartet starts its own processes",
         instead="start `quartet train` once, without deepspeed or torchrun",
@@ -200,3 +221,15 @@ def unsupported(config: Any) -> Iterator[ConfigError]:
         if reason is not None and value != default:
             shown = None if isinstance(value, bool) else value
             yield wrong(name, shown, reason.why, reason.instead)
+
+
+def wanted_engine(config: PpoConfig | RolloutServeConfig, machine: Machine) -> EngineName:
+    """The engine that a command line asks for, be it in this build or not.
+
+    `auto` comes down to what this build has, unless one engine is to work on several GPUs: only
+    vLLM does that.
+    """
+    engine = rollout_engine(config.rollout.engine, machine)
+    if config.rollout.engine != "auto" or engine in ENGINES:
+        return engine
+    return engine if config.vllm.tensor_parallel_size > 1 else ENGINES[0]

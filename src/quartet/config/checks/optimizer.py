@@ -19,8 +19,9 @@ SCHEDULES = (
     "inverse_sqrt",
     "linear",
     "polynomial",
+    "warmup_stable_decay",
 )
-"""Schedules of transformers that need nothing but warm-up, total steps and the lowest rate."""
+"""Schedules of transformers that follow from warm-up, total steps and the lowest rate."""
 
 
 def check_optimizers(config: Any) -> Iterator[ConfigError]:

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+
+from quartet.config import DpoConfig, PpoConfig, SftConfig
+from quartet.config.load import build
+from quartet.config.machine import Machine
+from quartet.config.notes import notes
+
+EIGHT = Machine(num_gpus=8, has_vllm=True, has_flash_attention=True)
+CPU = Machine()
+
+CASES = [
+    (PpoConfig, {}, "flash_attention_2 needs a GPU, so sdpa is used"),
+    (PpoConfig, {}, "bf16 is slow and coarse on a CPU"),
+    (PpoConfig, {"actor.model_name_or_path": "a/b"}, "a name on the Hugging Face hub"),
+    (PpoConfig, {"train.batch_size": 100}, "the last optimizer step of each pass has 24"),
+    (PpoConfig, {"train.batch_size": 1, "learner.num_ranks": 2}, "some ranks stand idle"),
+    (PpoConfig, {"reward.model_name_or_path": "r"}, "the critic starts from r"),
+    (
+        PpoConfig,
+        {"algo.advantage.estimator": "rloo", "critic.value_clip": 0.1},
+        "critic.*: rloo has no critic",
+    ),
+    (
+        PpoConfig,
+        {"algo.advantage.estimator": "rloo", "algo.advantage.lambd": 0.9},
+        "only gae has a lambda",
+    ),
+    (
+        PpoConfig,
+        {"algo.advantage.estimator": "rloo", "algo.advantage.no_std_norm": True},
+        "rloo does not whiten",
+    ),
+    (PpoConfig, {"algo.kl.init_coef": 0}, "there is no reference model"),
+    (PpoConfig, {"algo.kl.use_loss": True}, "k1 has a gradient of mean 0"),
+    (PpoConfig, {"algo.kl.estimator": "k3"}, "in the reward k1 is unbiased, k3 is not"),
+    (PpoConfig, {"actor.policy_loss_type": "gspo"}, "gspo takes the mean over sequences"),
+    (PpoConfig, {"algo.advantage.is_correction_gating": "tv"}, "the correction is off"),
+    (
+        PpoConfig,
+        {"train.colocate_all": True, "train.colocate_critic_reward": True},
+        "colocate_all shares all GPUs already",
+    ),
+    (PpoConfig, {"vllm.enforce_eager": True}, "no effect on the engine transformers"),
+    (
+        PpoConfig,
+        {"vllm.enforce_eager": True, "rollout.address": "localhost:1"},
+        "the services at --rollout.address have their own",
+    ),
+    (
+        PpoConfig,
+        {"data.apply_chat_template": True, "data.input_template": "{}"},
+        "the chat template takes its place",
+    ),
+    (SftConfig, {"data.tokenizer_chat_template": "x"}, "no effect without --data.apply_chat"),
+    (
+        SftConfig,
+        {"model.pretrain_mode_enable": True, "data.output_key": "x"},
+        "data.output_key: raw text",
+    ),
+    (DpoConfig, {}, "the model as it is at the start"),
+    (SftConfig, {"data.dataloader_num_workers": 2}, "the trainer tokenizes ahead"),
+    (
+        PpoConfig,
+        {"train.dynamic_batch_enable": True, "train.micro_batch_size": 2},
+        "micro-batches are filled by tokens",
+    ),
+    (PpoConfig, {"train.max_tokens_per_gpu": 9}, "no effect without --train.dynamic_batch"),
+    (
+        PpoConfig,
+        {"ref.address": "h:1", "ref.num_gpus_per_node": 2},
+        "the service at h:1 has its own GPUs",
+    ),
+    (
+        PpoConfig,
+        {"reward.address": "h:1", "reward.model_name_or_path": "r"},
+        "it only starts the critic",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "values", "text"), CASES)
+def test_note(cls: type, values: dict[str, object], text: str):
+    said = "\n".join(notes(build(cls, values, {}), CPU))
+    assert text in said
+
+
+def test_a_plain_line_on_gpus_needs_few_words():
+    config = build(PpoConfig, {"reward.model_name_or_path": "r"}, {})
+    assert list(notes(config, EIGHT)) == ["critic.model_name_or_path: the critic starts from r."]
