@@ -109,9 +109,9 @@ def configure(
         style = os.environ.get("QUARTET_LOG_FORMAT") or ("plain" if target.isatty() else "json")
     if style not in _FORMATS:
         raise _wrong("QUARTET_LOG_FORMAT", style, "plain, json")
-    level = (level or os.environ.get("QUARTET_LOG_LEVEL") or "INFO").upper()
+    level = level or os.environ.get("QUARTET_LOG_LEVEL") or "INFO"
     levels = logging.getLevelNamesMapping()
-    if level not in levels:
+    if level.upper() not in levels:
         raise _wrong("QUARTET_LOG_LEVEL", level, ", ".join(levels))
     handler = logging.StreamHandler(target)
     handler.setFormatter(JsonFormatter() if style == "json" else PlainFormatter())
@@ -121,7 +121,7 @@ def configure(
     # Only our own loggers speak below WARNING: libraries are talkative at INFO.
     root.setLevel(logging.WARNING)
     for name in ("quartet", "quartet_rollout", "quartet_reward", "quartet_ref", "quartet_learner"):
-        logging.getLogger(name).setLevel(levels[level])
+        logging.getLogger(name).setLevel(levels[level.upper()])
     bind(room=room)
 
 
