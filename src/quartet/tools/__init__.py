@@ -1,0 +1,1 @@
+"""Small commands beside training and serving: `quartet tools NAME`."""
