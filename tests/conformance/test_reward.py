@@ -14,8 +14,9 @@ from quartet_reward.server import RewardService
 from quartet.config.ds import HeadLoadConfig
 from quartet.testing.conformance import run_checks
 from quartet.testing.conformance.reward import CHECKS, RewardSubject, default_items
+from quartet.testing.fakes import FakeReward
 from quartet.testing.loopback import loopback
-from quartet.types import Failure, Reward, ScoreItem
+from quartet.types import Failure, Reward, ScoreItem, ServerInfo
 
 FAILING = ScoreItem(sample_id="failing", prompt="", query="", label="fail")
 SLOW = ScoreItem(sample_id="slow", prompt="", query="", label="slow")
@@ -30,6 +31,15 @@ def reward_func(queries, prompts, labels, **kwargs):
         time.sleep(3)
     return {"rewards": [float(len(query)) for query in queries]}
 """
+
+
+SKIPPED = {
+    "fake": {"types_its_failures", "keeps_deadlines", "sleeps_and_wakes"},
+    "function": set(),
+    "http": {"keeps_deadlines"},
+    "model": {"types_its_failures", "keeps_deadlines"},
+}
+"""Checks that a kind gives no item for."""
 
 
 @contextlib.asynccontextmanager
@@ -70,9 +80,17 @@ async def model_subject(folder):
         yield RewardSubject(address=address, is_exclusive=True)
 
 
-@pytest.mark.parametrize("kind", ["function", "http", "model"])
+@contextlib.asynccontextmanager
+async def fake_subject():
+    fake = FakeReward(info=ServerInfo(service="reward", replica="fake-1"))
+    async with loopback(fake) as address:
+        yield RewardSubject(address=address, is_exclusive=True)
+
+
+@pytest.mark.parametrize("kind", ["fake", "function", "http", "model"])
 async def test_scorers_pass(kind, tmp_path, tiny_reward_model_dir):
     subjects = {
+        "fake": fake_subject,
         "function": lambda: function_subject(tmp_path),
         "http": http_subject,
         "model": lambda: model_subject(tiny_reward_model_dir),
@@ -81,14 +99,7 @@ async def test_scorers_pass(kind, tmp_path, tiny_reward_model_dir):
         results = await run_checks(CHECKS, subject)
     assert [r for r in results if r.outcome == "failed"] == []
     skipped = {r.name for r in results if r.outcome == "skipped"}
-    assert (
-        skipped
-        == {
-            "function": set(),
-            "http": {"keeps_deadlines"},
-            "model": {"types_its_failures", "keeps_deadlines"},
-        }[kind]
-    )
+    assert skipped == SKIPPED[kind]
 
 
 class PlainScorer:
