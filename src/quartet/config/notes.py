@@ -142,8 +142,6 @@ def _data_notes(config: TrainerConfig, given: set[str]) -> Iterator[str]:
 
 
 def _ignored(config: TrainerConfig, given: set[str]) -> Iterator[str]:
-    if "data.dataloader_num_workers" in given and config.data.dataloader_num_workers:
-        yield "data.dataloader_num_workers: no effect, the trainer tokenizes ahead of the learner."
     if not isinstance(config, PpoConfig):
         return
     if config.train.dynamic_batch_enable:

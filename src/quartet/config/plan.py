@@ -308,12 +308,9 @@ def _offline_steps(config: SftConfig | RmConfig | DpoConfig, counted: Dataset) -
 
 
 def _files(config: TrainerConfig) -> list[str]:
-    every = config.ckpt.save_steps
-    saves = f"{config.ckpt.path} each {every} steps" if every > 0 else "none (ckpt.save_steps)"
     return [
         f"run              {config.run.folder}",
         f"final model      {config.ckpt.output_dir}",
-        f"checkpoints      {saves}",
     ]
 
 

@@ -49,6 +49,10 @@ _NO_AUX = Refusal(
     why="a router's balance loss is not in this release",
     instead="leave it at 0; a mixture of experts trains without it",
 )
+_NO_CHECKPOINTS = Refusal(
+    why="no checkpoints are written during training in this release",
+    instead="leave the flag away; the model is exported to --ckpt.output_dir at the end",
+)
 _NO_EMA = Refusal(
     why="averaged weights are not in this release", instead="leave the flag away; average exports"
 )
@@ -127,9 +131,20 @@ REFUSED: Mapping[str, Refusal] = {
         why="the best checkpoint is known from evaluation, which is not in this release",
         instead="leave the flag away",
     ),
+    **dict.fromkeys(
+        (
+            "ckpt.save_steps",
+            "ckpt.path",
+            "ckpt.save_hf",
+            "ckpt.disable_ds",
+            "ckpt.max_num",
+            "ckpt.max_mem",
+        ),
+        _NO_CHECKPOINTS,
+    ),
     "ckpt.load_enable": Refusal(
         why="a run does not go on from a checkpoint in this release",
-        instead="start from the exported model, --actor.model_name_or_path FOLDER",
+        instead="start from the exported model, with model_name_or_path",
     ),
     "algo.dynamic_filtering_enable": Refusal(
         why="groups are not filtered and replaced in this release",
@@ -160,9 +175,7 @@ REFUSED: Mapping[str, Refusal] = {
 }
 """Flags refused at any other value than their default."""
 
-_PPO_ONLY = frozenset(
-    {"eval.dataset", "eval.steps", "eval.split", "ckpt.best_metric_key", "ckpt.load_enable"}
-)
+_PPO_ONLY = frozenset({"eval.dataset", "eval.steps", "eval.split"})
 """Flags that only PPO refuses."""
 
 EXPLAINED: Mapping[str, str] = {
@@ -189,9 +202,7 @@ EXPLAINED: Mapping[str, str] = {
     "batches of generation.",
     "rollout.micro_batch_size": "Forward passes are cut by tokens: this many sequences of "
     "data.max_len.",
-    "data.dataloader_num_workers": "Has no effect: the trainer tokenizes ahead of the learner.",
     "logger.wandb.key": "Never written to the run's files or logs.",
-    "ckpt.load_enable": "An error where there is no checkpoint, rather than a fresh start.",
     "reward.clip_range": "Clips rewards before the baseline is taken off; "
     "--reward.clip_after_baseline is OpenRLHF's order.",
     "reward.stop_properly_penalty_coef": "Never raises a reward; --reward.stop_properly_legacy is "

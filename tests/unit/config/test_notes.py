@@ -60,7 +60,6 @@ CASES = [
         "data.output_key: raw text",
     ),
     (DpoConfig, {}, "the model as it is at the start"),
-    (SftConfig, {"data.dataloader_num_workers": 2}, "the trainer tokenizes ahead"),
     (
         PpoConfig,
         {"train.dynamic_batch_enable": True, "train.micro_batch_size": 2},

@@ -91,7 +91,6 @@ def test_offline(cls: type, tmp_path: Path):
             "data.dataset": str(data),
             "train.batch_size": 2,
             "train.max_epochs": 3,
-            "ckpt.save_steps": 4,
         },
         {},
     )
@@ -100,7 +99,7 @@ def test_offline(cls: type, tmp_path: Path):
     assert f"optimizer step   2 {what}" in text
     assert f"{what:<16} 3\n" in text
     assert "optimizer steps  at most 6" in text
-    assert "each 4 steps" in text
+    assert "final model      ./ckpt\n" in text
 
 
 def test_plans_for_gpus_that_are_not_here(ppo_line: list[str]):
