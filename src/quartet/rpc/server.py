@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import sys
-import uuid
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +38,8 @@ class Service(Protocol):
 
     name: str
     """The room: rollout, reward, ref or learner."""
+    replica: str
+    """Name of this server among its replicas, as GetInfo says it; new for every process."""
 
     def register(self, server: grpc.aio.Server) -> str:
         """Add the servicer; return the full gRPC service name."""
@@ -59,15 +60,13 @@ class Server:
     def __init__(self, service: Service, rpc: RpcConfig) -> None:
         rpc.check()
         self.service = service
-        # A room that names itself in its answers has the same name in its errors.
-        self.replica = getattr(service, "replica", "") or f"{service.name}-{uuid.uuid4().hex[:8]}"
         self.address = ""
         self._rpc = rpc
         self._admission = interceptors.Admission(rpc.max_concurrent_calls)
         stages = [
-            interceptors.log_context(service.name, self.replica),
+            interceptors.log_context(service.name, service.replica),
             interceptors.count,
-            interceptors.map_errors(self.replica),
+            interceptors.map_errors(service.replica),
             self._admission.stage,
         ]
         self._server = grpc.aio.server(
@@ -139,7 +138,7 @@ async def _run(service: Service, rpc: RpcConfig, metrics_config: MetricsConfig) 
     lifetime.stop_on_signals(stop)
     metrics_address = metrics.start_exporter(metrics_config)
     address = await server.bind()
-    log.bind(replica=server.replica)
+    log.bind(replica=service.replica)
     if rpc.insecure:
         _logger.warning("serving plain text on %s: anybody who reaches it can call", address)
     if rpc.ready_file:

@@ -69,7 +69,8 @@ class FakeLearner(pb_grpc.LearnerServiceServicer):
     ) -> None:
         self.script = Script()
         self.head = head
-        self.server_info = info or ServerInfo(service="learner")
+        self.server_info = info or ServerInfo(service="learner", replica="learner-fake")
+        self.replica = self.server_info.replica
         self.manifest = manifest or WeightManifest(tensors=())
         self.spec: RunSpec | None = None
         self.optimizer_steps = 0

@@ -26,7 +26,8 @@ class FakeRef(pb_grpc.RefServiceServicer):
 
     def __init__(self, info: ServerInfo | None = None) -> None:
         self.script = Script()
-        self.info = RefInfo(info=info or ServerInfo(service="ref"))
+        self.info = RefInfo(info=info or ServerInfo(service="ref", replica="ref-fake"))
+        self.replica = self.info.info.replica
 
     def register(self, server: grpc.aio.Server) -> str:
         """Add the servicer."""

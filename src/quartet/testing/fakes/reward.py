@@ -43,7 +43,10 @@ class FakeReward(pb_grpc.RewardServiceServicer):
         self, scorer: Callable[[ScoreItem], float] = letter_share, info: ServerInfo | None = None
     ) -> None:
         self.script = Script()
-        self.info = RewardInfo(info=info or ServerInfo(service="reward"), scorers=("fake",))
+        self.info = RewardInfo(
+            info=info or ServerInfo(service="reward", replica="reward-fake"), scorers=("fake",)
+        )
+        self.replica = self.info.info.replica
         self._scorer = scorer
         self._failures: dict[str, Failure] = {}
         self._answers: IdempotencyCache[pb.ScoreResponse] = IdempotencyCache()
@@ -76,7 +79,7 @@ class FakeReward(pb_grpc.RewardServiceServicer):
 
     async def _score(self, asked: ScoreRequest) -> pb.ScoreResponse:
         results = tuple(self._result(item) for item in asked.items)
-        return codec.encode_score_batch(ScoreBatch(results=results, replica=self.info.info.replica))
+        return codec.encode_score_batch(ScoreBatch(results=results, replica=self.replica))
 
     def _result(self, item: ScoreItem) -> ScoreResult:
         failure = self._failures.get(item.sample_id)

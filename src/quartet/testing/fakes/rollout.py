@@ -58,7 +58,8 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         self, info: ServerInfo | None = None, manifest: WeightManifest | None = None
     ) -> None:
         self.script = Script()
-        self.server_info = info or ServerInfo(service="rollout")
+        self.server_info = info or ServerInfo(service="rollout", replica="rollout-fake")
+        self.replica = self.server_info.replica
         self.manifest = manifest or WeightManifest(tensors=())
         self.state = ReplicaState.SERVING
         self.policy_version = 0
@@ -146,7 +147,7 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         result = GenerateResult(
             groups=tuple(self._complete(group, sampling, spec) for group in asked.groups),
             logprob_spec=spec,
-            replica=self.server_info.replica,
+            replica=self.replica,
         )
         return codec.encode_generate_result(result)
 
@@ -195,9 +196,7 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         if asked.epoch <= self._epoch:
             raise InfraError(f"epoch {asked.epoch} is over", reason="EPOCH_LOST")
         self._epoch = asked.epoch
-        return codec.encode_prepare_weights_result(
-            PrepareWeightsResult(replica=self.server_info.replica)
-        )
+        return codec.encode_prepare_weights_result(PrepareWeightsResult(replica=self.replica))
 
     async def ReceiveWeights(
         self, request: pb.ReceiveWeightsRequest, context: Any
