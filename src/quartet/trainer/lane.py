@@ -44,6 +44,7 @@ class Lane(Generic[Item, Result]):
         self._max_weight = max_weight
         self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._workers: set[asyncio.Task[None]] = set()
+        self._busy = 0
 
     async def __aenter__(self) -> Lane[Item, Result]:
         """Open the lane."""
@@ -74,7 +75,8 @@ class Lane(Generic[Item, Result]):
         """
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
-        if len(self._workers) < self._width:
+        if self._busy < self._width:
+            self._busy += 1
             worker = asyncio.create_task(self._work())
             self._workers.add(worker)
             worker.add_done_callback(self._workers.discard)
@@ -82,6 +84,14 @@ class Lane(Generic[Item, Result]):
 
     async def _work(self) -> None:
         """Make calls until nothing waits."""
+        try:
+            await self._call_all()
+        finally:
+            # In the same turn of the loop in which nothing waited: a task counts as done only a
+            # turn later, and an item submitted in between would find everybody busy for ever.
+            self._busy -= 1
+
+    async def _call_all(self) -> None:
         while self._waiting:
             load = self._take()
             futures = [future for _, future in load]

@@ -90,3 +90,18 @@ async def test_a_caller_that_gave_up_does_not_disturb_others():
         service.gate.set()
         assert await first == 2
         assert await stays == 6
+
+
+async def test_item_that_comes_as_the_last_call_ends_is_answered():
+    async def call(items):
+        return items
+
+    async with Lane(call) as lane:
+        # After k turns of the loop, for every k around the end of the first call.
+        for turns in range(8):
+            first = asyncio.create_task(lane.submit(1))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(5):
+                assert await lane.submit(2) == 2
+                assert await first == 1
