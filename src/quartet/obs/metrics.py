@@ -18,7 +18,6 @@ from prometheus_client import (
     start_http_server,
 )
 
-from quartet.config.rpc import MetricsConfig
 from quartet.errors import ConfigError
 
 # A second series per counter that nobody reads.
@@ -130,8 +129,12 @@ QUEUE_DEPTH = Gauge(
 )
 
 
-def start_exporter(config: MetricsConfig) -> str | None:
+def start_exporter(port: int | None, host: str = "127.0.0.1") -> str | None:
     """Serve REGISTRY over HTTP from a thread of its own.
+
+    Args:
+        port: TCP port; None serves nothing, 0 takes any free one.
+        host: address to listen on.
 
     Returns:
         "host:port" as bound, or None when metrics are off.
@@ -139,15 +142,15 @@ def start_exporter(config: MetricsConfig) -> str | None:
     Raises:
         ConfigError: the port cannot be bound.
     """
-    if config.port is None:
+    if port is None:
         return None
     try:
-        server, _ = start_http_server(config.port, config.host, REGISTRY)
+        server, _ = start_http_server(port, host, REGISTRY)
     except OSError as error:
         raise ConfigError(
-            f"metrics.port {config.port} on {config.host} cannot be bound: {error.strerror}",
+            f"metrics.port {port} on {host} cannot be bound: {error.strerror}",
             field="metrics.port",
-            value=str(config.port),
+            value=str(port),
             remedy="give another port, or 0 for any free one",
         ) from error
-    return f"{config.host}:{server.server_port}"
+    return f"{host}:{server.server_port}"

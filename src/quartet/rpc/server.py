@@ -136,7 +136,7 @@ async def _run(service: Service, rpc: RpcConfig, metrics_config: MetricsConfig) 
         lifetime.die_with_parent(rpc.drain_seconds + _STOP_SECONDS)
     stop = asyncio.Event()
     lifetime.stop_on_signals(stop)
-    metrics_address = metrics.start_exporter(metrics_config)
+    metrics_address = metrics.start_exporter(metrics_config.port, metrics_config.host)
     address = await server.bind()
     log.bind(replica=service.replica)
     if rpc.insecure:

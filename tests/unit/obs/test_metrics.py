@@ -7,17 +7,16 @@ import urllib.request
 
 import pytest
 
-from quartet.config.rpc import MetricsConfig
 from quartet.errors import ConfigError
 from quartet.obs import metrics
 
 
 def test_off_by_default() -> None:
-    assert metrics.start_exporter(MetricsConfig()) is None
+    assert metrics.start_exporter(None) is None
 
 
 def test_any_free_port_is_told() -> None:
-    address = metrics.start_exporter(MetricsConfig(port=0))
+    address = metrics.start_exporter(0)
     metrics.POLICY_VERSION.set(7)
     metrics.GENERATED_TOKENS.inc(3)
     with urllib.request.urlopen(f"http://{address}/metrics") as answer:
@@ -34,5 +33,5 @@ def test_a_taken_port_is_refused() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"metrics.port {port}") as caught:
-            metrics.start_exporter(MetricsConfig(port=port))
+            metrics.start_exporter(port)
     assert caught.value.info.field == "metrics.port"
