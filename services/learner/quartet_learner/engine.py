@@ -10,6 +10,7 @@ import gc
 import os
 import random
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,7 @@ class LearnerEngine:
         self.settings = settings
         self.group = group
         self.run: Run | None = None
+        quiet_libraries()
         set_determinism(settings.seed, settings.full_determinism)
         self.model, self._head_is_new = load_model(settings)
         self.num_parameters = self.model.num_parameters()
@@ -269,6 +271,14 @@ class LearnerEngine:
         if self.run.asleep:
             raise StateError("the learner is asleep", reason="ASLEEP", remedy="call Wake")
         return self.run
+
+
+def quiet_libraries() -> None:
+    """Keep progress bars and warnings about others' deprecated calls out of the service's log."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch|deepspeed")
 
 
 def set_determinism(seed: int, full: bool) -> None:

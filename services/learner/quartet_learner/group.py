@@ -58,7 +58,7 @@ def join_group(store: Any, rank: int, world_size: int) -> RankGroup:
         rank: this process's.
         world_size: ranks.
     """
-    prepare_environment(rank, world_size)
+    prepare_environment(rank)
     import torch
     import torch._dynamo  # DeepSpeed's zero.Init breaks whoever imports it later
     import torch.distributed as dist
@@ -82,13 +82,11 @@ def join_group(store: Any, rank: int, world_size: int) -> RankGroup:
     return RankGroup(rank=rank, world_size=world_size, device=device, control=control)
 
 
-def prepare_environment(rank: int, world_size: int) -> None:
-    """Set what DeepSpeed reads from the environment, where a launcher has not."""
+def prepare_environment(rank: int) -> None:
+    """Set what DeepSpeed insists on finding in the environment, where a launcher has not."""
     import torch
 
-    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("LOCAL_RANK", str(rank))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

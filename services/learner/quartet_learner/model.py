@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from torch import Tensor, nn
 
 from quartet.errors import ConfigError
 from quartet.nn import ModelInputs, selective_logprobs
+from quartet.nn.loading import attention_kernels, loading_error, pick_device
 from quartet.nn.logprobs import LmHead, lm_head_of
 from quartet.types import Head
 from quartet_learner.settings import LearnerSettings
-
-log = logging.getLogger(__name__)
 
 
 class ScoringHead(nn.Module):
@@ -150,14 +148,6 @@ def init_head(model: TrainedModel, seed: int) -> None:
         weight.copy_(drawn.to(weight.dtype))
 
 
-def attention_kernel(name: str) -> str:
-    """The attention kernels to use: flash attention needs a GPU and becomes sdpa without one."""
-    if "flash" in name and not torch.cuda.is_available():
-        log.info("there is no GPU: attention %s becomes sdpa", name)
-        return "sdpa"
-    return name
-
-
 def _load_lm(settings: LearnerSettings) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -185,7 +175,7 @@ def _load_scalar(settings: LearnerSettings, config: Any, prefix: str) -> Any:
 def _model_options(settings: LearnerSettings) -> dict[str, Any]:
     options: dict[str, Any] = {
         "dtype": getattr(torch, settings.param_dtype),
-        "attn_implementation": attention_kernel(settings.attn_implementation),
+        "attn_implementation": attention_kernels(settings.attn_implementation, pick_device()),
     }
     if settings.experts_implementation is not None:
         options["experts_implementation"] = settings.experts_implementation
@@ -198,11 +188,8 @@ def _from_pretrained(auto_class: Any, settings: LearnerSettings, **options: Any)
             settings.model_name_or_path, trust_remote_code=settings.trust_remote_code, **options
         )
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(
-            f"the model cannot be loaded: {str(error).splitlines()[0]}",
-            field="learner.model_name_or_path",
-            value=settings.model_name_or_path,
-            remedy="give a folder with config.json and safetensors, or a name on the hub",
+        raise loading_error(
+            error, settings.model_name_or_path, "learner.model_name_or_path"
         ) from error
 
 

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 SETTINGS_VARIABLE = "QUARTET_LEARNER_SETTINGS"
 """Environment variable in which rank 0 hands its settings to the ranks it starts."""
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
 POLL = timedelta(seconds=30)
 STOP = "stop"
@@ -105,13 +106,19 @@ class Launch:
     """True when a launcher (torchrun) has started all ranks."""
 
 
+def rank_by_launcher() -> int:
+    """The rank that a launcher gave this process, or 0."""
+    launched = all(name in os.environ for name in LAUNCHER_VARIABLES)
+    return int(os.environ["RANK"]) if launched else 0
+
+
 def launch_of(settings: LearnerSettings) -> Launch:
     """Read a launcher's variables, or plan the ranks that this process is to start.
 
     Raises:
         ConfigError: more ranks than GPUs, or than the launcher started.
     """
-    if "RANK" in os.environ:
+    if all(name in os.environ for name in LAUNCHER_VARIABLES):
         world_size = int(os.environ["WORLD_SIZE"])
         if settings.num_ranks not in (None, world_size):
             raise ConfigError(

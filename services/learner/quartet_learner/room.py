@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import quartet
@@ -26,7 +24,6 @@ from quartet.types import (
     TrainResult,
     TrainSamples,
     TrainStep,
-    WeightManifest,
 )
 from quartet.types.requests import (
     ExportModelRequest,
@@ -247,6 +244,7 @@ class LearnerRoom:
         self._conductor = Conductor(engine, CommandChannel(store, group))
 
     def _describe(self, engine: Any, launch: Launch) -> LearnerInfo:
+        from quartet.nn.digest import model_digest
         from quartet.weights import manifest_of_model
         from quartet_learner.optim import effective_zero_stage
         from quartet_learner.sleep import can_sleep
@@ -257,7 +255,7 @@ class LearnerRoom:
             service="learner",
             server_version=quartet.__version__,
             replica=self.replica,
-            digest=_digest(manifest, self.settings.model_name_or_path),
+            digest=model_digest(engine.model.hf),
             tokenizer_fingerprint=_tokenizer_fingerprint(self.settings.model_name_or_path),
             capabilities=("sleep",) if can_sleep(stage) else (),
             max_sequence_length=engine.max_length,
@@ -281,17 +279,6 @@ def _alike(one: ForwardRequest, other: ForwardRequest) -> bool:
         and one.max_tokens_per_micro_batch == other.max_tokens_per_micro_batch
         and one.with_entropy == other.with_entropy
     )
-
-
-def _digest(manifest: WeightManifest, source: str) -> str:
-    """Names the weights as loaded: over the safetensors files where they are local, else names."""
-    total = hashlib.sha256()
-    for spec in manifest.tensors:
-        total.update(f"{spec.name} {spec.dtype} {spec.shape}\n".encode())
-    for file in sorted(Path(source).glob("*.safetensors")):
-        with file.open("rb") as opened:
-            total.update(hashlib.file_digest(opened, "sha256").digest())
-    return total.hexdigest()
 
 
 def _tokenizer_fingerprint(source: str) -> str:

@@ -12,6 +12,8 @@ from quartet.api.learner.v1 import learner_service_pb2_grpc as pb_grpc
 from quartet.config import LearnerServeConfig
 from quartet.errors import ConfigError
 from quartet.rpc.server import run
+from quartet_learner.follower import follow
+from quartet_learner.ranks import rank_by_launcher
 from quartet_learner.room import LearnerRoom
 from quartet_learner.servicer import LearnerServicer
 from quartet_learner.settings import LearnerSettings, settings_from_config
@@ -25,6 +27,7 @@ class LearnerService:
     def __init__(self, settings: LearnerSettings, *, max_concurrent_calls: int = 0) -> None:
         """Serve one model that is not loaded yet."""
         self._room = LearnerRoom(settings, max_concurrent_calls=max_concurrent_calls)
+        self.replica = self._room.replica
 
     def register(self, server: grpc.aio.Server) -> str:
         """Add the servicer; returns the full name of the gRPC service."""
@@ -50,9 +53,7 @@ def main(config: LearnerServeConfig) -> int:
     except ConfigError as error:
         print(f"quartet learner: {error}", file=sys.stderr)
         return error.exit_code
-    if int(os.environ.get("RANK", "0")) > 0:
-        from quartet_learner.follower import follow
-
+    if rank_by_launcher() > 0:
         return follow(settings)
     service = LearnerService(settings, max_concurrent_calls=config.rpc.max_concurrent_calls)
     return run(service, config.rpc, config.metrics)
