@@ -37,6 +37,8 @@ Answer = TypeVar("Answer")
 
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 5.0
+# Looking for a replica that is away costs little, and finding it late costs a run's time.
+_LONGEST_WATCH_PAUSE = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -232,7 +234,7 @@ class ReplicaPool(Generic[AnyClient]):
             except QuartetError as error:
                 self._set(replica, False, error.message)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
-            backoff = min(2 * backoff, _LONGEST_BACKOFF)
+            backoff = min(2 * backoff, _LONGEST_WATCH_PAUSE)
 
     def _set(self, replica: _Replica[AnyClient], serving: bool, why: str) -> None:
         if serving != replica.serving:
