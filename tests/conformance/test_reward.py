@@ -13,7 +13,12 @@ from quartet_reward.server import RewardService
 
 from quartet.config.ds import HeadLoadConfig
 from quartet.testing.conformance import run_checks
-from quartet.testing.conformance.reward import CHECKS, RewardSubject, default_items
+from quartet.testing.conformance.reward import (
+    CHECKS,
+    RewardSubject,
+    default_items,
+    says_what_it_is,
+)
 from quartet.testing.fakes import FakeReward
 from quartet.testing.loopback import loopback
 from quartet.types import Failure, Reward, ScoreItem, ServerInfo
@@ -211,7 +216,7 @@ async def test_broken_servers_are_caught(break_it, caught_by, monkeypatch):
 
 
 async def test_a_server_that_is_not_there():
-    results = await run_checks(CHECKS[:1], RewardSubject(address="127.0.0.1:1"))
+    results = await run_checks([says_what_it_is], RewardSubject(address="127.0.0.1:1"))
     assert [r.outcome for r in results] == ["failed"]
     assert "127.0.0.1:1" in results[0].message
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from quartet.errors import DataError
@@ -115,16 +116,22 @@ def _extra_logs(logs: Any, num_items: int) -> list[dict[str, float]]:
     if logs is None:
         return split
     if not isinstance(logs, Mapping):
-        logger.warning("extra_logs is %s, not a dict: left out", _describe(logs))
+        _warn_once("extra_logs", f"a {type(logs).__name__} and no dict")
         return split
     for name, values in logs.items():
         for row, value in zip(split, _spread(values, num_items), strict=True):
             number = _as_float(value)
             if number is None or not math.isfinite(number):
-                logger.warning("extra_logs[%r] is %s: left out", name, _describe(value))
+                problem = "no number for each item" if number is None else "not finite"
+                _warn_once(f"extra_logs[{name!r}]", problem)
             else:
                 row[str(name)] = number
     return split
+
+
+@lru_cache(maxsize=256)  # what is broken in one sample is broken in thousands
+def _warn_once(what: str, problem: str) -> None:
+    logger.warning("%s is %s: left out (this is said once)", what, problem)
 
 
 def _spread(values: Any, num_items: int) -> Sequence[Any]:

@@ -82,8 +82,8 @@ class RewardRoom:
         if self._is_asleep:
             raise StateError("the reward service is asleep", reason="ASLEEP", remedy="call Wake")
         outcomes = await self._outcomes(request)
-        _refuse_if_all_infra(outcomes)
         _count(outcomes)
+        _refuse_if_all_infra(outcomes)
         return ScoreBatch(
             results=tuple(map(self._result, request.items, outcomes)),
             replica=self._replica,

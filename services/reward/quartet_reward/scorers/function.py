@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from quartet.errors import ConfigError, DataError, InfraError
@@ -31,7 +31,7 @@ class _Slot:
     """A place for one worker. Its worker changes when one is killed."""
 
     worker: WorkerProcess | None = None
-    revival: asyncio.Task[None] | None = field(default=None)
+    revival: asyncio.Task[None] | None = None
 
 
 class FunctionScorer:

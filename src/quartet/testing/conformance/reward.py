@@ -31,6 +31,8 @@ NUM_CONCURRENT_CALLS = 32
 DEADLINE_SECONDS = 0.5
 PATIENCE_SECONDS = 120.0
 """Longest wait for an answer that has to come."""
+READY_SECONDS = 30.0
+"""Longest wait for a server that is still starting."""
 
 
 def default_items() -> tuple[ScoreItem, ...]:
@@ -84,7 +86,7 @@ async def says_what_it_is(subject: RewardSubject) -> None:
 async def says_that_it_serves(subject: RewardSubject) -> None:
     """grpc.health.v1 answers SERVING for the service's full name."""
     async with _client(subject) as client:
-        await client.wait_ready(PATIENCE_SECONDS)
+        await client.wait_ready(READY_SECONDS)
 
 
 async def scores_one(subject: RewardSubject) -> None:
@@ -229,8 +231,8 @@ async def sleeps_and_wakes(subject: RewardSubject) -> None:
 
 
 CHECKS = (
+    says_that_it_serves,  # first: it waits for a server that is still starting
     says_what_it_is,
-    says_that_it_serves,
     scores_one,
     keeps_the_order,
     refuses_what_is_no_request,
