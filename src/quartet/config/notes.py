@@ -17,6 +17,7 @@ from quartet.config.derive import (
     samples_per_rollout,
     trained_model,
 )
+from quartet.config.load import ENV_PREFIX
 from quartet.config.machine import Machine
 from quartet.config.methods import DpoConfig, PpoConfig, SftConfig, TrainerConfig
 from quartet.config.runnable import is_local
@@ -37,7 +38,7 @@ def notes(
         machine: where it is to run.
         origins: which values were given; None takes those that differ from their defaults.
     """
-    given = set(origins) if origins is not None else _changed(config)
+    given = chosen(config, origins)
     yield from _machine_notes(config, machine)
     if isinstance(config, PpoConfig):
         yield from _ppo_batches(config, machine)
@@ -47,9 +48,18 @@ def notes(
     yield from _ignored(config, given)
 
 
-def _changed(config: TrainerConfig) -> set[str]:
+def chosen(config: TrainerConfig, origins: Mapping[str, str] | None) -> set[str]:
+    """Names of the values that somebody chose.
+
+    A file may hold every value, as the one that a run keeps does; there only what differs from the
+    default counts. A flag or variable counts in any case.
+    """
     default = flat(type(config)())
-    return {name for name, value in flat(config).items() if value != default[name]}
+    changed = {name for name, value in flat(config).items() if value != default[name]}
+    typed = {
+        name for name, origin in (origins or {}).items() if origin.startswith(("--", ENV_PREFIX))
+    }
+    return (changed if origins is None else changed & set(origins)) | typed
 
 
 def _machine_notes(config: TrainerConfig, machine: Machine) -> Iterator[str]:

@@ -21,7 +21,7 @@ from quartet.config.derive import (
 )
 from quartet.config.machine import Machine
 from quartet.config.methods import DpoConfig, PpoConfig, RmConfig, SftConfig, TrainerConfig
-from quartet.config.notes import notes
+from quartet.config.notes import chosen, notes
 from quartet.config.placement import Place, places
 from quartet.config.runnable import obstacles
 from quartet.config.serve import LearnerServeConfig, RefServeConfig, RewardServeConfig, ServeConfig
@@ -42,7 +42,7 @@ def planned_machine(config: TrainerConfig, machine: Machine, origins: Mapping[st
     """
     if machine.num_gpus or not isinstance(config, PpoConfig):
         return machine
-    named = [name for name in origins if name.endswith(".num_gpus_per_node")]
+    named = [name for name in chosen(config, origins) if name.endswith(".num_gpus_per_node")]
     if not named and config.vllm.tensor_parallel_size == 1:
         return machine
     count = config.actor.num_nodes * config.actor.num_gpus_per_node

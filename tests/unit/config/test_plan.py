@@ -14,6 +14,7 @@ from quartet.config import (
     SftConfig,
 )
 from quartet.config.counting import count_datasets
+from quartet.config.files import to_yaml
 from quartet.config.load import build, load
 from quartet.config.machine import Machine
 from quartet.config.plan import planned_machine, render_plan, render_service
@@ -106,8 +107,22 @@ def test_plans_for_gpus_that_are_not_here(ppo_line: list[str]):
     eight = load(PpoConfig, [*ppo_line, "--actor.num_gpus_per_node", "8"], environ={})
     assert planned_machine(eight.config, CPU, eight.origins).num_gpus == 8
     assert planned_machine(eight.config, EIGHT, eight.origins) is EIGHT
+    elsewhere = load(PpoConfig, [*ppo_line, "--vllm.tensor_parallel_size", "2"], environ={})
+    assert planned_machine(elsewhere.config, CPU, elsewhere.origins).num_gpus == 8
     none = load(PpoConfig, ppo_line, environ={})
     assert planned_machine(none.config, CPU, none.origins) is CPU
+
+
+def test_the_configuration_that_a_run_keeps_chooses_nothing(ppo_line: list[str], tmp_path: Path):
+    """It holds every value, defaults too, and must not mean eight GPUs on a laptop."""
+    first = load(PpoConfig, ppo_line, environ={})
+    kept = tmp_path / "config.yaml"
+    kept.write_text(to_yaml(first.config))
+    again = load(PpoConfig, ["--config", str(kept)], environ={})
+    assert again.config == first.config
+    assert render_plan(again.config, CPU, again.origins) == render_plan(
+        first.config, CPU, first.origins
+    )
 
 
 def test_services():
