@@ -201,13 +201,17 @@ async def _check_references(
 
 
 async def _check_rewards(pool: ReplicaPool[RewardClient], fingerprint: str) -> tuple[bool, int]:
-    """Whether token ids are wanted, and how many samples a call may carry (0: any)."""
+    """Whether token ids are of use, and how many samples a call may carry (0: any).
+
+    A reward model with the policy's tokenizer reads the ids as they are, though text would do.
+    """
     infos = await pool.each(lambda client: client.get_info())
     for client, info in zip(pool.clients, infos, strict=True):
         checks.check_server(info.info, "reward", client.address)
         checks.check_reward(info, client.address, fingerprint=fingerprint)
     limits = [info.max_samples_per_call for info in infos if info.max_samples_per_call]
-    return any(info.needs_token_ids for info in infos), min(limits, default=0)
+    reads_ids = any(i.needs_token_ids or i.info.tokenizer_fingerprint == fingerprint for i in infos)
+    return reads_ids, min(limits, default=0)
 
 
 def _groups_in_flight(infos: list[RolloutInfo]) -> int:

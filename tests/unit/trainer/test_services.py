@@ -1,0 +1,226 @@
+"""The trainer against services on loopback: the loop, and every way in which one does not fit."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import pytest
+
+from quartet.config import LearnerConfig, SftConfig
+from quartet.errors import ConfigError
+from quartet.testing.fakes import FakeLearner, FakeRef, FakeReward, FakeRollout
+from quartet.testing.loopback import loopback
+from quartet.trainer.ppo_loop import PpoLoop
+from quartet.trainer.run import first_cause
+from quartet.trainer.services import connect_learner, connect_ppo, local_services
+from quartet.types import Head, ServerInfo, TensorSpec, WeightManifest
+from tests.unit.trainer.players import Cast, inputs, ppo_config
+
+FINGERPRINT = "f" * 64
+
+
+def info(service, **changes):
+    fields = {"service": service, "replica": f"{service}-0", "tokenizer_fingerprint": FINGERPRINT}
+    return ServerInfo(**(fields | changes))
+
+
+def manifest(*names, shape=(2, 2)):
+    return WeightManifest(
+        tensors=tuple(TensorSpec(name=n, dtype="float32", shape=shape) for n in names)
+    )
+
+
+class Band:
+    """Fake services on loopback. Replace one, then `connect`."""
+
+    def __init__(self):
+        weights = manifest("model.a", "model.b")
+        self.learner = FakeLearner(Head.LM, info("learner"), weights)
+        self.critic = FakeLearner(Head.VALUE, info("learner"))
+        self.rollout = FakeRollout(info("rollout"), weights)
+        self.ref = FakeRef(info("ref"))
+        self.reward = FakeReward(info=info("reward"))
+        self.cast = Cast()
+
+    async def serve(self, stack):
+        """Addresses by role."""
+        roles = ("learner", "critic", "rollout", "ref", "reward")
+        return {r: await stack.enter_async_context(loopback(getattr(self, r))) for r in roles}
+
+    def config(self, addresses, **sections):
+        merged = {role: {"address": address} for role, address in addresses.items()}
+        merged["algo"] = {"advantage": {"estimator": "gae"}, "kl": {"init_coef": 0.01}}
+        merged["launch"] = {"connect_timeout": 0.5}
+        merged["rollout"] |= {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 8}
+        for name, values in sections.items():
+            merged[name] = merged.get(name, {}) | values
+        return ppo_config(**merged)
+
+    async def play(self, folder, *, steps=True, **sections):
+        async with AsyncExitStack() as stack:
+            config = self.config(await self.serve(stack), **sections)
+            run = self.cast.run(config, folder)
+            stack.push_async_callback(run.ledger.close)
+            stack.callback(run.progress.close)
+            players = await connect_ppo(config, run, stack, fingerprint=FINGERPRINT)
+            if steps:
+                await PpoLoop(config, run, inputs(8), players).run()
+            return players
+
+
+@pytest.fixture
+def band():
+    return Band()
+
+
+async def test_loop_over_the_wire(band, tmp_path):
+    await band.play(tmp_path)
+    first, second = band.cast.metrics
+    # Nothing has moved before the first update; then the policy has, and its reference has not.
+    assert first["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert second["kl"] == pytest.approx(0.01 * 2, abs=1e-5)
+    # After every push the engine samples from the policy as it is.
+    assert first["rollout_logprob_gap"] == pytest.approx(0.0, abs=1e-6)
+    assert second["rollout_logprob_gap"] == pytest.approx(0.0, abs=1e-6)
+    assert len(band.learner.trained) == len(band.critic.trained) == 4
+    assert band.rollout.policy_version == 3
+
+
+async def test_temperature_reaches_every_model(band, tmp_path):
+    rollout = {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 8, "temperature": 0.7}
+    await band.play(tmp_path, rollout=rollout)
+    assert band.cast.metrics[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert band.cast.metrics[0]["rollout_logprob_gap"] == pytest.approx(0.0, abs=1e-6)
+    assert band.learner.trained[0][0].loss.temperature == 0.7
+
+
+async def test_versions_go_on_where_used_services_stand(band, tmp_path):
+    band.rollout.policy_version = 41
+    players = await band.play(tmp_path)
+    assert players.policy_version == 41
+    assert band.cast.metrics[0]["policy_version"] == 42.0
+
+
+async def fails(band, folder, **sections):
+    """The one line that a user would see."""
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked at below
+        await band.play(folder, steps=False, **sections)
+    error = first_cause(caught.value)
+    assert isinstance(error, ConfigError)
+    assert "\n" not in str(error)
+    return str(error)
+
+
+async def test_nobody_listens(band, tmp_path, unused_port):
+    text = await fails(band, tmp_path, ref={"address": f"127.0.0.1:{unused_port}"})
+    assert f"no ref service at 127.0.0.1:{unused_port} after 0.5 s" in text
+
+
+@pytest.fixture
+async def unused_port():
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    return port
+
+
+async def test_service_of_the_wrong_kind(band, tmp_path):
+    band.ref = FakeReward(info=info("reward"))
+    assert "is no ref service" in await fails(band, tmp_path)
+
+
+async def test_wrong_head(band, tmp_path):
+    band.critic = FakeLearner(Head.LM, info("learner"))
+    assert "has the head lm, needed is value" in await fails(band, tmp_path)
+
+
+@pytest.mark.parametrize("role", ["learner", "critic", "rollout", "ref"])
+async def test_other_tokenizer(band, tmp_path, role):
+    service = getattr(band, role)
+    other = replace(info(service.name), tokenizer_fingerprint="0" * 64, model_name_or_path="/m")
+    if role == "ref":
+        band.ref = FakeRef(other)
+    else:
+        service.server_info = other
+    text = await fails(band, tmp_path)
+    assert f"the {role} service at 127.0.0.1:" in text
+    assert "another tokenizer than the policy (fingerprint 000000000000" in text
+    assert "its model is /m" in text
+
+
+async def test_reward_that_reads_tokens_needs_the_same_tokenizer(band, tmp_path):
+    band.reward.info = replace(
+        band.reward.info, info=info("reward", tokenizer_fingerprint=""), needs_token_ids=True
+    )
+    assert "fingerprint none" in await fails(band, tmp_path)
+
+
+async def test_reward_that_reads_text_needs_no_tokenizer(band, tmp_path):
+    band.reward.info = replace(band.reward.info, info=info("reward", tokenizer_fingerprint=""))
+    players = await band.play(tmp_path, steps=False)
+    assert not players.judge_wants_token_ids
+
+
+async def test_reward_with_the_policys_tokenizer_gets_its_tokens(band, tmp_path):
+    players = await band.play(tmp_path, steps=False)
+    assert players.judge_wants_token_ids
+
+
+async def test_context_that_is_too_short(band, tmp_path):
+    band.rollout.server_info = info("rollout", max_sequence_length=16)
+    text = await fails(band, tmp_path)
+    assert "takes 16 tokens, but sequences may have 32 (lower --data.max_len to 16)" in text
+
+
+async def test_other_api_version(band, tmp_path):
+    band.rollout.server_info = info("rollout", api_version="v2")
+    assert "speaks v2, this trainer v1" in await fails(band, tmp_path)
+
+
+async def test_other_tensor_names(band, tmp_path):
+    band.rollout.manifest = manifest("model.a", "lm_head.c")
+    text = await fails(band, tmp_path)
+    assert "it wants but would not get lm_head.c" in text
+    assert "it would get but does not know model.b" in text
+
+
+async def test_other_shapes(band, tmp_path):
+    band.rollout.manifest = manifest("model.a", "model.b", shape=(3, 2))
+    assert "in another shape it would get model.a, model.b" in await fails(band, tmp_path)
+
+
+async def test_sft_learner_with_a_reward_head(band, tmp_path):
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(loopback(FakeLearner(Head.REWARD)))
+        config = replace(SftConfig(), learner=LearnerConfig(address=address))
+        run = band.cast.run(config, tmp_path)
+        stack.push_async_callback(run.ledger.close)
+        stack.callback(run.progress.close)
+        with pytest.raises(ConfigError, match="has the head reward, needed is lm"):
+            await connect_learner(config, run, stack, head=Head.LM, fingerprint=FINGERPRINT)
+
+
+def test_only_services_without_an_address_are_started():
+    config = ppo_config(rollout={"address": "h1:1,h2:2"}, learner={"address": "h3:3"})
+    services = {s.role: s for s in local_services(config)}
+    assert set(services) == {"ref", "reward"}
+    assert services["ref"].max_restarts == 3
+    # Without a GPU each process gets one thread: there are several.
+    if services["ref"].env.get("CUDA_VISIBLE_DEVICES") == "":
+        assert services["ref"].env["OMP_NUM_THREADS"] == "1"
+
+
+def test_gae_starts_a_critic_with_a_value_head():
+    config = ppo_config(algo={"advantage": {"estimator": "gae"}})
+    services = {s.role: s for s in local_services(config)}
+    assert set(services) == {"learner", "critic", "rollout", "ref", "reward"}
+    assert services["critic"].room == "learner"
+    assert "head: value" in services["critic"].settings
+    # A learner that dies takes its run with it: nothing else has its optimizer's state.
+    assert services["learner"].max_restarts == services["critic"].max_restarts == 0
+
+
+def test_no_kl_no_reference():
+    config = ppo_config(algo={"advantage": {"estimator": "group_norm"}, "kl": {"init_coef": 0.0}})
+    assert "ref" not in {s.role for s in local_services(config)}
