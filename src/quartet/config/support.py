@@ -53,9 +53,7 @@ _NO_CHECKPOINTS = Refusal(
     why="no checkpoints are written during training in this release",
     instead="leave the flag away; the model is exported to --ckpt.output_dir at the end",
 )
-_NO_EMA = Refusal(
-    why="averaged weights are not in this release", instead="leave the flag away; average exports"
-)
+_NO_EMA = Refusal(why="averaged weights are not in this release", instead="leave the flag away")
 
 REFUSED: Mapping[str, Refusal] = {
     "train.async_enable": _NO_ASYNC,
