@@ -1,0 +1,217 @@
+"""Calls and numbers that the rollout suite is made of."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet import codec
+from quartet.api.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
+from quartet.clients.rollout import RolloutClient
+from quartet.config.rpc import RpcConfig
+from quartet.rpc.channel import create_channel
+from quartet.rpc.errors import from_rpc_error
+from quartet.testing.conformance import Skipped, require
+from quartet.types import (
+    Completion,
+    GenerateRequest,
+    GenerateResult,
+    LogprobKind,
+    PromptGroup,
+    SamplingParams,
+)
+
+PATIENCE_SECONDS = 120.0
+"""Longest wait for an answer that has to come."""
+POLL_SECONDS = 0.02
+
+Reference = Callable[[Sequence[int], Sequence[int]], NDArray[np.float64]]
+"""(prompt, completion) -> [T, V] logits that predict each token of the completion."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSubject:
+    """A server, and what it can be asked."""
+
+    address: str
+    rpc: RpcConfig | None = None
+    prompts: tuple[tuple[int, ...], ...] = ((5, 6, 7, 8), (9,), tuple(range(10, 40)))
+    """At least two prompts of its vocabulary, each far shorter than its context."""
+    reference: str = ""
+    """Folder of the model that it serves, to compare with; empty compares with nothing."""
+    logprob_tolerance: float = 1e-4
+    """Largest difference from the reference's log-probabilities: 1e-4 for fp32, 0.3 for bf16."""
+    is_repeatable: bool = True
+    """The same seed gives the same tokens, whoever else is there (true of fp32)."""
+    is_exclusive: bool = False
+    """Nobody else uses it, so it may be paused and put to sleep."""
+
+    def groups(self, samples: int = 1, first_seed: int = 1) -> tuple[PromptGroup, ...]:
+        """One group a prompt, with seeds."""
+        return tuple(
+            PromptGroup(
+                group_id=f"group-{i}",
+                prompt_token_ids=prompt,
+                num_samples=samples,
+                seeds=tuple(range(first_seed, first_seed + samples)),
+                sample_ids=tuple(f"group-{i}-{s}" for s in range(samples)),
+            )
+            for i, prompt in enumerate(self.prompts)
+        )
+
+
+def new_id() -> str:
+    """A request_id that was never used."""
+    return f"conformance-{uuid.uuid4().hex}"
+
+
+@asynccontextmanager
+async def client_of(subject: RolloutSubject) -> AsyncIterator[RolloutClient]:
+    """A client that tries everything once."""
+    async with RolloutClient(subject.address, subject.rpc, retry=False) as client:
+        yield client
+
+
+async def call(
+    subject: RolloutSubject, request: GenerateRequest, *, timeout: float = PATIENCE_SECONDS
+) -> GenerateResult:
+    """Send a request as it is, also one that the client class would not make.
+
+    Raises:
+        QuartetError: What the server's status means.
+    """
+    async with create_channel(subject.address, subject.rpc, retry=False) as channel:
+        stub: Any = RolloutServiceStub(channel)
+        try:
+            answer = await stub.Generate(codec.encode_generate_request(request), timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, subject.address) from error
+    return codec.decode_generate_result(answer)
+
+
+async def generate(
+    subject: RolloutSubject,
+    groups: Sequence[PromptGroup],
+    sampling: SamplingParams | None = None,
+    *,
+    kind: LogprobKind | None = None,
+    min_policy_version: int | None = None,
+    isolated: bool = False,
+) -> GenerateResult:
+    """Complete prompts under a new request_id."""
+    request = GenerateRequest(
+        request_id=new_id(),
+        groups=tuple(groups),
+        sampling=sampling or SamplingParams(max_new_tokens=8),
+        logprob_kind=kind or (await kinds_of(subject))[0],
+        min_policy_version=min_policy_version,
+        isolated=isolated,
+    )
+    return await call(subject, request)
+
+
+async def endless(subject: RolloutSubject) -> GenerateRequest:
+    """Fills the context with several samples: the longest that can be asked for."""
+    return GenerateRequest(
+        request_id=new_id(),
+        groups=subject.groups(samples=4)[:1],
+        sampling=SamplingParams(ignore_eos=True),
+        logprob_kind=(await kinds_of(subject))[0],
+    )
+
+
+async def kinds_of(subject: RolloutSubject) -> tuple[LogprobKind, ...]:
+    """Log-probabilities that it offers."""
+    async with client_of(subject) as client:
+        return (await client.get_info()).logprob_kinds
+
+
+async def require_idle(subject: RolloutSubject, *, patience: float = 5.0) -> None:
+    """Fail unless the engine has nothing in flight soon; then it must still serve."""
+    left = 0
+    if subject.is_exclusive:
+        end = time.monotonic() + patience
+        async with client_of(subject) as client:
+            # Polled: the contract has no event for "nothing in flight".
+            while left := (await client.get_info()).completions_in_flight:
+                if time.monotonic() > end:
+                    break
+                await asyncio.sleep(POLL_SECONDS)
+    require(not left, f"{left} completions are in flight {patience:g} s after their call ended")
+    await generate(subject, subject.groups(), SamplingParams(max_new_tokens=1))
+
+
+def completions_of(result: GenerateResult) -> list[Completion]:
+    """All completions; a failed one is a violation."""
+    found = [c for group in result.groups for c in group.completions]
+    failed = [c.failure.message for c in found if c.failure is not None]
+    require(not failed, f"samples failed: {failed}")
+    return found
+
+
+def tokens_of(result: GenerateResult) -> list[list[int]]:
+    """Tokens of all completions."""
+    return [c.token_ids.tolist() for c in completions_of(result)]
+
+
+def require_whole(completion: Completion, *, most: int) -> None:
+    """Fail unless tokens, log-probabilities and spans fit one another."""
+    count = len(completion.token_ids)
+    require(completion.failure is None, f"it failed: {completion.failure}")
+    require(1 <= count <= most, f"{count} tokens where 1 to {most} were asked for")
+    require(len(completion.logprobs) == count, "log-probabilities are not one a token")
+    finite = bool(np.isfinite(completion.logprobs).all())
+    require(finite and float(completion.logprobs.max()) <= 1e-6, "a log-probability is none")
+
+
+def cut(logits: NDArray[np.float64], top_p: float, top_k: int) -> NDArray[np.float64]:
+    """[V] logits with -inf on what top-k, then top-p, drops; at least one token stays."""
+    order = np.argsort(-logits, kind="stable")
+    kept = order if top_k < 1 else order[:top_k]
+    p = np.exp(logits[kept] - logits[kept].max())
+    p /= p.sum()
+    before = np.concatenate([[0.0], np.cumsum(p)[:-1]])
+    kept = kept[before < top_p]
+    out = np.full_like(logits, -np.inf)
+    out[kept] = logits[kept]
+    return out
+
+
+def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Over the last axis; -inf stays -inf."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def reference_of(subject: RolloutSubject) -> Reference:
+    """The model that it serves; raises Skipped when none is given."""
+    if not subject.reference:
+        raise Skipped("no model is given to compare with")
+    return load_reference(subject.reference)
+
+
+@lru_cache(maxsize=1)
+def load_reference(folder: str) -> Reference:
+    """A model to compare with, in fp32 on the CPU."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logits(prompt: Sequence[int], completion: Sequence[int]) -> NDArray[np.float64]:
+        ids = torch.tensor([[*prompt, *completion]])
+        with torch.no_grad():
+            rows = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        return rows.double().numpy()
+
+    return logits
