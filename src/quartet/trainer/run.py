@@ -22,6 +22,8 @@ import yaml
 
 from quartet.config import TrainerConfig
 from quartet.config.files import to_yaml
+from quartet.config.machine import this_machine
+from quartet.config.notes import notes
 from quartet.errors import ConfigError, FatalError, InfraError, QuartetError
 from quartet.obs.progress import Progress
 from quartet.trainer.launch import Launcher, LocalService
@@ -76,10 +78,14 @@ def conduct(config: TrainerConfig, prepare: Callable[[Progress], Job]) -> int:
     folder = config.run.folder
     began = time.time()
     outcome: dict[str, Any] = {"status": "failed"}
+    claimed = False
     try:
         with _sigterm_as_interrupt():
+            for note in notes(config, this_machine()):
+                progress.say(f"note: {note}")
             job = prepare(progress)
             _claim(folder, config)
+            claimed = True
             asyncio.run(_perform(config, job, progress, outcome))
         outcome["status"] = "finished"
         last, code = f"finished: {folder}", EXIT_OK
@@ -88,12 +94,14 @@ def conduct(config: TrainerConfig, prepare: Callable[[Progress], Job]) -> int:
         last, code = "interrupted; no service was left behind", EXIT_INTERRUPTED
     except BaseException as error:
         cause = first_cause(error)
+        code = ConfigError.exit_code if isinstance(cause, ConfigError) else EXIT_FAILED
+        known = isinstance(cause, QuartetError)
+        last = f"error: {cause}" if known else f"error: {type(cause).__name__}: {cause}"
         outcome["error"] = str(cause)
-        last, code = f"error: {cause}", getattr(cause, "exit_code", EXIT_FAILED)
-        if not isinstance(cause, QuartetError):
+        if not known:
             traceback.print_exception(error)
     progress.close()
-    if folder.is_dir() and outcome.get("claimed", code == EXIT_OK):
+    if claimed:
         outcome["seconds"] = round(time.time() - began, 3)
         _write_summary(folder, outcome)
     print(last, file=sys.stdout if code == EXIT_OK else sys.stderr, flush=True)
@@ -155,7 +163,6 @@ async def _perform(
         return await probe(address) == "SERVING"
 
     folder = config.run.folder
-    outcome["claimed"] = True
     async with contextlib.AsyncExitStack() as stack:
         ledger = Ledger(folder / "ledger.sqlite")
         stack.push_async_callback(ledger.close)
@@ -259,5 +266,4 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 
 def _write_summary(folder: Path, outcome: Mapping[str, Any]) -> None:
-    values = {k: v for k, v in outcome.items() if k != "claimed"}
-    (folder / "summary.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
