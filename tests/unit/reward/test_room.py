@@ -167,3 +167,13 @@ async def test_sleep_waits_for_what_is_under_way_and_refuses_the_rest(client, sc
     await client.wake()
     assert not scorer.is_asleep
     assert (await client.score(request_id="q2", items=make_items(1.0))).results
+
+
+async def test_a_crowd_loses_nothing(client, scorer):
+    """More calls at once than client and server admit: all are answered, each with its own."""
+    numbers = [float(n) for n in range(600)]
+    batches = await asyncio.gather(
+        *(client.score(request_id=f"r{n}", items=make_items(n)) for n in numbers)
+    )
+    assert [batch.results[0].outcome.reward for batch in batches] == numbers
+    assert len(scorer.scored) == len(numbers)
