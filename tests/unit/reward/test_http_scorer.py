@@ -219,6 +219,17 @@ async def test_a_dead_endpoint_costs_nothing_while_another_lives():
     assert [o.reward for o in outcomes] == [1.0 + i for i in range(20)]
 
 
+async def test_an_endpoint_that_asks_for_time_is_left_alone_while_another_lives():
+    async with (
+        Endpoint((429, {"Retry-After": "60"})).serve() as busy,
+        Endpoint().serve() as alive,
+        scoring([busy.url, alive.url], max_in_flight=1) as score,
+    ):
+        outcomes = await score(make_items(10))
+    assert [o.reward for o in outcomes] == [1.0 + i for i in range(10)]
+    assert len(busy.requests) == 1
+
+
 async def test_an_endpoint_that_dies_in_mid_run_and_comes_back():
     first, second = Endpoint(), Endpoint()
     async with contextlib.AsyncExitStack() as later:

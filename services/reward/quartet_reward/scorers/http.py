@@ -105,7 +105,7 @@ class HttpScorer:
         """
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._max_in_flight),
-            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
         )
         await self._wait_for_endpoints()
         return ScorerTraits(
@@ -181,9 +181,7 @@ class HttpScorer:
 
     def _pause(self, attempt: int, retry_after: float | None) -> float:
         """Seconds before the next try: none while another endpoint is up, else backoff."""
-        if retry_after is None and any(
-            endpoint.rests_until <= time.monotonic() for endpoint in self._endpoints
-        ):
+        if any(endpoint.rests_until <= time.monotonic() for endpoint in self._endpoints):
             return 0.0
         backoff = min(LONGEST_PAUSE, self._first_pause * 2 ** (attempt - 1))
         return max(retry_after or 0.0, backoff * random.uniform(0.5, 1.5))
@@ -201,7 +199,7 @@ class HttpScorer:
             if isinstance(error, aiohttp.ConnectionTimeoutError):
                 raise _TransientError(f"{endpoint.name} does not accept connections") from error
             raise InfraError(
-                f"{endpoint.name} did not answer within {self._timeout:g} s",
+                f"{endpoint.name} did not answer in time ({self._timeout:g} s for all tries)",
                 reason="TIME_LIMIT",
                 remedy="make it faster, or raise --reward.timeout",
             ) from None
