@@ -272,9 +272,10 @@ async def test_no_rank_survives_rank_0(tmp_path, tiny_model_dir):
 
 
 async def test_settings_that_no_rank_can_honour_end_with_code_2(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "quartet", "serve", "learner", "--rpc.port", "0"),
-        *("--learner.model_name_or_path", str(tmp_path / "nowhere")),
+        *("--learner.model_name_or_path", str(tmp_path)),
         *("--learner.num_ranks", "2", "--ds.param_dtype", "fp32"),
         stderr=asyncio.subprocess.PIPE,
     )
@@ -282,4 +283,4 @@ async def test_settings_that_no_rank_can_honour_end_with_code_2(tmp_path):
     assert process.returncode == 2
     lines = [line for line in said.decode().splitlines() if line.startswith("quartet learner:")]
     assert len(lines) == 1
-    assert "nowhere" in lines[0]
+    assert str(tmp_path) in lines[0]
