@@ -31,8 +31,8 @@ from quartet.weights.member import Member
 from quartet.weights.transport import GroupTransport
 from quartet.weights.worker import Worker
 
-ABORT_SECONDS = 2.0
-"""Most seconds that telling the others of a failure may add to it."""
+ABORT_SECONDS = 1.0
+"""Most seconds that telling the replicas of a failure may add to it: one may be stuck."""
 _GRACE = 1.0
 """Seconds for an answer to come back after the group's own timeout has passed on the other side."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils.logging import disable_progress_bar
 
 from quartet.errors import ConfigError
 from quartet.nn import LmHead, lm_head_of
@@ -131,6 +132,7 @@ def load_model(config: RolloutServeConfig) -> CausalLm:
             remedy="name the model to generate with, a folder or a hub id",
         )
     device = pick_device()
+    disable_progress_bar()  # a bar of a second, in the middle of log lines
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, **load_arguments(config.ds, device))
     except (OSError, ValueError) as error:
