@@ -205,8 +205,16 @@ def _gloo(keys: PrefixStore, rank: int, world_size: int, host: str, timeout: flo
 
 def _nccl(keys: PrefixStore, rank: int, world_size: int, device: str) -> Any:
     import torch
-    from torch.distributed import ProcessGroupNCCL
 
+    try:
+        from torch.distributed import ProcessGroupNCCL
+    except ImportError as error:
+        raise ConfigError(
+            "push.backend nccl needs a torch that is built with NCCL",
+            field="push.backend",
+            value="nccl",
+            remedy="use gloo on machines without a GPU",
+        ) from error
     torch.cuda.set_device(device)  # this thread's device: NCCL communicators form on it
     options = ProcessGroupNCCL.Options()
     # Our own deadline aborts the group. torch's watchdog would end the whole process instead.
