@@ -11,8 +11,9 @@ from quartet.config.ds import LoadConfig
 from quartet.config.sampling import RolloutEngineConfig
 from quartet.testing.conformance import run_checks
 from quartet.testing.conformance.rollout import CHECKS, RolloutSubject
+from quartet.testing.fakes.rollout import FakeRollout
 from quartet.testing.loopback import loopback
-from quartet.types import FinishReason, SamplingParams
+from quartet.types import FinishReason, SamplingParams, TensorSpec, WeightManifest
 
 
 def service_of(folder, engine="transformers"):
@@ -39,6 +40,13 @@ async def test_engines_pass(engine, tiny_model_dir):
     # A fast machine may fill the tiny context before a deadline or a cancellation.
     skipped = {r.name for r in results if r.outcome == "skipped"}
     assert skipped <= {"keeps_deadlines", "stops_cancelled_calls"}
+
+
+async def test_the_fake_passes():
+    manifest = WeightManifest(tensors=(TensorSpec(name="w", dtype="float32", shape=(2,)),))
+    async with loopback(FakeRollout(manifest=manifest)) as address:
+        results = await run_checks(CHECKS, RolloutSubject(address=address, is_exclusive=True))
+    assert failed(results) == {}
 
 
 async def test_a_shared_server_is_left_alone(tiny_model_dir):

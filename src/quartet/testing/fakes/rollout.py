@@ -68,6 +68,8 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         self.in_flight = 0
         """Calls of Generate being worked on."""
         self._epoch = 0
+        self._running = asyncio.Event()
+        self._running.set()
         self._failures: dict[str, Failure] = {}
         self._held: dict[str, asyncio.Event] = {}
         self._answers: IdempotencyCache[pb.GenerateResponse] = IdempotencyCache()
@@ -130,20 +132,19 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
     async def _generate(self, asked: GenerateRequest) -> pb.GenerateResponse:
         self.in_flight += 1
         try:
+            await self._running.wait()
             for group in asked.groups:
                 if group.group_id in self._held:
                     await self._held[group.group_id].wait()
         finally:
             self.in_flight -= 1
         sampling = asked.sampling
-        spec = LogprobSpec(kind=LogprobKind.RAW)
-        if asked.logprob_kind is LogprobKind.PROCESSED:
-            spec = LogprobSpec(
-                kind=LogprobKind.PROCESSED,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-            )
+        spec = LogprobSpec(
+            kind=asked.logprob_kind,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
         result = GenerateResult(
             groups=tuple(self._complete(group, sampling, spec) for group in asked.groups),
             logprob_spec=spec,
@@ -175,7 +176,7 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         greedy = sampling.temperature == 0
         tokens = model.sample(prompt, 0 if greedy else seed, sampling)
         whole = SequenceBatch.of([[*prompt, *tokens.tolist()]])
-        temperature = spec.temperature or 1.0
+        temperature = 1.0 if spec.kind is LogprobKind.RAW else spec.temperature or 1.0
         flat = model.logprobs(whole, self.weights, temperature)[len(prompt) :]
         stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (model.EOS,)))
         stopped = tokens[-1] in stops
@@ -243,11 +244,13 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         return codec.encode_wake_response(self.state)
 
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
-        """Nothing runs long enough to be held."""
+        """Hold what comes until Resume; nothing runs long enough to be held in its middle."""
         await self.script.enter("Pause", codec.decode_pause_request(request))
+        self._running.clear()
         return codec.encode_pause_response(self.in_flight)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
         """Go on."""
         await self.script.enter("Resume", codec.decode_request_id(request))
+        self._running.set()
         return codec.encode_resume_response(self.in_flight)
