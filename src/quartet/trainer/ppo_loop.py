@@ -129,7 +129,9 @@ class PpoLoop:
         kl_coef = self._kl.coef
         lesson = shape(rollout.experience, self._shaping, kl_coef=kl_coef)
         metrics = rollout_metrics(lesson, max_len=self._config.data.max_len)
-        metrics |= {"kl_coef": kl_coef, "policy_version": float(self._policy_version)}
+        # Counted from the start of this run: services that stand by themselves go on counting.
+        version = self._policy_version - self._players.policy_version
+        metrics |= {"kl_coef": kl_coef, "policy_version": float(version)}
         began = time.monotonic()
         policy, critic = await self._learners.train(step, lesson, kl_coef=kl_coef)
         metrics |= training_metrics(policy, critic)

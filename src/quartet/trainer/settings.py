@@ -66,7 +66,10 @@ def policy_loss(config: PpoConfig, *, kl_coef: float) -> PolicyLoss:
         eps_clip_low=low,
         eps_clip_high=high,
         dual_clip=actor.dual_clip,
-        aggregation=actor.loss_agg_mode,
+        # The ratio of gspo is one of whole sequences, and so is its mean.
+        aggregation=(
+            "seq-mean-token-mean" if actor.policy_loss_type == "gspo" else actor.loss_agg_mode
+        ),
         entropy_coef=actor.entropy_coef,
         kl_loss=kl_loss,
         aux_loss_coef=actor.aux_loss_coef,

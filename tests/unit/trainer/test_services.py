@@ -98,7 +98,8 @@ async def test_versions_go_on_where_used_services_stand(band, tmp_path):
     band.rollout.policy_version = 41
     players = await band.play(tmp_path)
     assert players.policy_version == 41
-    assert band.cast.metrics[0]["policy_version"] == 42.0
+    assert band.rollout.policy_version == 44
+    assert band.cast.metrics[0]["policy_version"] == 1.0
 
 
 async def fails(band, folder, **sections):
