@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from quartet_learner.losses.base import MAX_LOG_RATIO, Tensor
 
 MAX_KL = 10.0
-"""Values are kept within +-10, so that one token cannot rule the mean."""
+"""In a loss values are kept within +-10, so that one token cannot rule the mean."""
+BORDERS = {"k1": (-10.0, 10.0), "k2": (-(20.0**0.5), 20.0**0.5), "k3": (-2.6108, 11.0)}
+"""The d where each estimator reaches +-MAX_KL."""
 MAX_IMPORTANCE_WEIGHT = 10.0
 
 
 def kl_estimate(
-    logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    estimator: Literal["k1", "k2", "k3"],
+    *,
+    bounded: bool = True,
 ) -> Tensor:
-    """[M] estimates from d = logprobs - ref_logprobs, kept within +-10.
+    """[M] estimates from d = logprobs - ref_logprobs, kept within +-10 if `bounded`.
 
     k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d. As a loss k1 has gradient 1 whatever d is, which
     is 0 in expectation; k2 has the gradient of the KL; k3 is biased.
@@ -30,7 +38,21 @@ def kl_estimate(
     else:
         kept = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         kl = (-kept).exp() - 1 + kept
-    return kl.clamp(-MAX_KL, MAX_KL)
+    return _bounded(kl, d, estimator) if bounded else kl
+
+
+def _bounded(kl: Tensor, d: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Values kept within +-MAX_KL; beyond, the gradient stays what it is where that is reached.
+
+    A plain clamp has gradient 0 there, so a policy that has drifted far would not be pulled back.
+    """
+    low, high = BORDERS[estimator]
+    kept = d.detach().clamp(low, high)
+    if estimator == "k1":
+        slope = torch.ones_like(kept)
+    else:
+        slope = kept if estimator == "k2" else -torch.expm1(-kept)
+    return kl.detach().clamp(-MAX_KL, MAX_KL) + slope * (d - d.detach())
 
 
 def kl_with_unbiased_gradient(
