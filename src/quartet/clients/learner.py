@@ -10,7 +10,7 @@ from quartet import codec
 from quartet.api.learner.v1 import learner_service_pb2 as pb
 from quartet.api.learner.v1.learner_service_pb2_grpc import LearnerServiceStub
 from quartet.clients.base import Client, new_request_id
-from quartet.clients.chunks import split_batch, split_samples
+from quartet.clients.chunks import cut, join_batches, split_batch, split_samples
 from quartet.types import (
     DpoLoss,
     ExportModelRequest,
@@ -34,6 +34,8 @@ from quartet.types import (
     TrainSamples,
     TrainStep,
 )
+
+_NOTHING = np.zeros(0, np.float32)
 
 
 class LearnerClient(Client):
@@ -78,14 +80,14 @@ class LearnerClient(Client):
         """Evaluate the model. One result for each chunk, in order.
 
         Args:
-            chunks: whole sequences; large chunks travel in several messages.
+            chunks: whole sequences; small chunks travel together, large ones in several messages.
             output: [N] log-probabilities, [N] values or [B] rewards; None is what the head gives.
             temperature: divisor of the logits.
             max_tokens_per_micro_batch: most tokens in one forward pass on one rank.
             with_entropy: compute the entropy of every token's distribution as well (lm head).
             timeout: seconds.
         """
-        pieces = [(i, piece) for i, chunk in enumerate(chunks) for piece in split_batch(chunk)]
+        pieces = split_batch(join_batches(chunks)) if chunks else []
         requests = [
             codec.encode_forward_request(
                 ForwardRequest(
@@ -97,16 +99,15 @@ class LearnerClient(Client):
                     with_entropy=with_entropy,
                 )
             )
-            for number, (_, piece) in enumerate(pieces)
+            for number, piece in enumerate(pieces)
         ]
-        parts: list[list[ForwardResult]] = [[] for _ in chunks]
+        results: list[ForwardResult] = []
         if requests:
             answers = await self._stream_both("Forward", requests, timeout=timeout)
-            for number, ((chunk, piece), answer) in enumerate(zip(pieces, answers, strict=True)):
-                result = self._read(codec.decode_forward_result, answer)
-                self._check_piece(result, number, piece, output)
-                parts[chunk].append(result)
-        return [_joined(str(chunk), results) for chunk, results in enumerate(parts)]
+            for number, (piece, answer) in enumerate(zip(pieces, answers, strict=True)):
+                results.append(self._read(codec.decode_forward_result, answer))
+                self._check_piece(results[-1], number, piece, output)
+        return self._by_chunk(chunks, results)
 
     async def train(
         self, step: TrainStep, samples: Sequence[TrainSamples], *, timeout: float | None = None
@@ -214,6 +215,27 @@ class LearnerClient(Client):
         message = codec.encode_learner_wake_request(request_id or new_request_id())
         await self._unary("Wake", message, timeout=timeout)
 
+    def _by_chunk(
+        self, chunks: Sequence[SequenceBatch], results: Sequence[ForwardResult]
+    ) -> list[ForwardResult]:
+        """Results of messages as results of chunks."""
+        tokens = [chunk.num_tokens for chunk in chunks]
+        if not results:
+            return [ForwardResult(chunk_id=str(i), output=_NOTHING) for i in range(len(chunks))]
+        output = np.concatenate([result.output for result in results])
+        per_token = len(output) == sum(tokens)
+        sizes = tokens if per_token else [len(chunk) for chunk in chunks]
+        if len(output) != sum(sizes):
+            raise self._broken("some chunks have a number a token, others one a sequence")
+        found = [result.entropy for result in results if result.entropy is not None]
+        if found and len(found) != len(results):
+            raise self._broken("some chunks have entropies, others have none")
+        entropies = cut(np.concatenate(found), tokens) if found else [None] * len(chunks)
+        return [
+            ForwardResult(chunk_id=str(i), output=part, entropy=entropy)
+            for i, (part, entropy) in enumerate(zip(cut(output, sizes), entropies, strict=True))
+        ]
+
     def _check_piece(
         self,
         result: ForwardResult,
@@ -232,15 +254,3 @@ class LearnerClient(Client):
             raise self._broken(f"{len(result.output)} numbers for {piece.num_tokens} tokens")
         if result.entropy is not None and len(result.entropy) != piece.num_tokens:
             raise self._broken(f"{len(result.entropy)} entropies for {piece.num_tokens} tokens")
-
-
-def _joined(chunk_id: str, results: Sequence[ForwardResult]) -> ForwardResult:
-    """The pieces of one chunk as one result."""
-    if not results:
-        return ForwardResult(chunk_id=chunk_id, output=np.zeros(0, np.float32))
-    entropies = [result.entropy for result in results if result.entropy is not None]
-    return ForwardResult(
-        chunk_id=chunk_id,
-        output=np.concatenate([result.output for result in results]),
-        entropy=np.concatenate(entropies) if entropies else None,
-    )

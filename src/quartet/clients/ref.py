@@ -11,7 +11,7 @@ from quartet import codec
 from quartet.api.ref.v1 import ref_service_pb2 as pb
 from quartet.api.ref.v1.ref_service_pb2_grpc import RefServiceStub
 from quartet.clients.base import Client, new_request_id
-from quartet.clients.chunks import split_batch
+from quartet.clients.chunks import cut, join_batches, split_batch
 from quartet.types import ComputeLogprobsRequest, RefInfo, SequenceBatch
 
 
@@ -38,12 +38,12 @@ class RefClient(Client):
         """The [N] log-probabilities of each chunk, aligned with its tokens.
 
         Args:
-            chunks: whole sequences; large chunks travel in several messages.
+            chunks: whole sequences; small chunks travel together, large ones in several messages.
             temperature: divisor of the logits, the one the policy is sampled with.
             max_tokens_per_micro_batch: most tokens in one forward pass; None is the server's own.
             timeout: seconds; None takes the deadline of rpc.policy.
         """
-        pieces = [(i, piece) for i, chunk in enumerate(chunks) for piece in split_batch(chunk)]
+        pieces = split_batch(join_batches(chunks)) if chunks else []
         requests = [
             codec.encode_compute_logprobs_request(
                 ComputeLogprobsRequest(
@@ -53,18 +53,18 @@ class RefClient(Client):
                     max_tokens_per_micro_batch=max_tokens_per_micro_batch,
                 )
             )
-            for number, (_, piece) in enumerate(pieces)
+            for number, piece in enumerate(pieces)
         ]
         if not requests:
             return [np.zeros(0, np.float32) for _ in chunks]
         answers = await self._stream_both("ComputeLogprobs", requests, timeout=timeout)
-        parts: list[list[NDArray[np.float32]]] = [[] for _ in chunks]
-        for number, ((chunk, piece), answer) in enumerate(zip(pieces, answers, strict=True)):
+        parts: list[NDArray[np.float32]] = []
+        for number, (piece, answer) in enumerate(zip(pieces, answers, strict=True)):
             chunk_id, logprobs = self._read(codec.decode_compute_logprobs_response, answer)
             if chunk_id != str(number) or len(logprobs) != piece.num_tokens:
                 raise self._broken(f"chunk {chunk_id!r} came back in the place of {number}")
-            parts[chunk].append(logprobs)
-        return [np.concatenate(part) if part else np.zeros(0, np.float32) for part in parts]
+            parts.append(logprobs)
+        return cut(np.concatenate(parts), [chunk.num_tokens for chunk in chunks])
 
     async def sleep(self, *, request_id: str = "", timeout: float | None = None) -> None:
         """Free device memory."""

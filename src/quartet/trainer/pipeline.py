@@ -2,7 +2,8 @@
 
 Normally each group of samples goes on to reward, reference, policy and critic as soon as it comes
 back from the rollout engine, and the services work at the same time. What waits for a busy service
-is sent together as its next call (`lane`).
+is sent together as its next call (`lane`). Groups with so few tokens to sample that a call would
+cost more than they do are generated together.
 
 In a deterministic run the phases are barriers, and every call carries the same samples in the same
 order each time, so that no number depends on which answer came first.
@@ -25,7 +26,7 @@ from quartet.errors import FatalError
 from quartet.obs.progress import Phase, Progress
 from quartet.trainer.drops import Drops
 from quartet.trainer.experience import Experience, Group, assemble
-from quartet.trainer.generation import Generation
+from quartet.trainer.generation import Generation, GenerationSettings
 from quartet.trainer.lane import Lane
 from quartet.trainer.ledger import DroppedSample, Ledger
 from quartet.trainer.rooms import Reference, Trainee
@@ -34,6 +35,9 @@ from quartet.types import Failure, ForwardOutput, PromptGroup, SequenceBatch
 
 ISOLATED_SAMPLES = 64
 """Samples of one Generate call in a deterministic run."""
+
+GENERATE_TOKENS = 512
+"""Tokens that make a Generate call worth its price, about 1 ms of CPU."""
 
 CALL_TOKENS = 1 << 17
 """Most tokens of one streamed call to a learner or a reference model."""
@@ -188,7 +192,9 @@ class Pipeline:
 
     async def _stream(self, step: _Step) -> None:
         """Each group goes through on its own; busy services get what waits as one call."""
-        slots = asyncio.Semaphore(self._settings.max_groups_in_flight)
+        most = self._settings.max_groups_in_flight
+        size = min(groups_per_call(self._generation.settings), most)
+        slots = asyncio.Semaphore(most // size)
         async with AsyncExitStack() as stack:
             score = await stack.enter_async_context(
                 Lane(
@@ -205,23 +211,35 @@ class Pipeline:
                 for e in self._evaluations()
             ]
             async with asyncio.TaskGroup() as tasks:
-                for group, request in zip(step.groups, step.requests, strict=True):
-                    tasks.create_task(self._one(step, group, request, slots, score, evaluations))
+                for start in range(0, len(step.groups), size):
+                    part = slice(start, start + size)
+                    tasks.create_task(self._part(step, part, slots, score, evaluations))
 
-    async def _one(
+    async def _part(
         self,
         step: _Step,
-        group: Group,
-        request: PromptGroup,
+        part: slice,
         slots: asyncio.Semaphore,
         score: Lane[Group, dict[str, Failure]],
         evaluations: Sequence[Lane[Group, None]],
     ) -> None:
-        """Take one group through all stages."""
+        """Take the groups of one Generate call through all stages."""
+        groups = step.groups[part]
         async with slots:
-            await self._generate(step, [group], [request])
-        if not group.samples:
-            return
+            await self._generate(step, groups, step.requests[part])
+        async with asyncio.TaskGroup() as tasks:
+            for group in groups:
+                if group.samples:
+                    tasks.create_task(self._judge(step, group, score, evaluations))
+
+    async def _judge(
+        self,
+        step: _Step,
+        group: Group,
+        score: Lane[Group, dict[str, Failure]],
+        evaluations: Sequence[Lane[Group, None]],
+    ) -> None:
+        """Score and evaluate one group."""
         async with asyncio.TaskGroup() as tasks:
             failures = tasks.create_task(score.submit(group))
             for lane in evaluations:
@@ -300,6 +318,18 @@ class Pipeline:
         for group, batch, result in zip(groups, batches, results, strict=True):
             group.values.update(_by_sample("critic's value", batch, result.output))
         return [None] * len(groups)
+
+
+def groups_per_call(settings: GenerationSettings) -> int:
+    """How many prompt groups share a Generate call, which is answered when all of them are done.
+
+    That delays nothing worth having where completions are short. Where they can be long, each
+    group has a call of its own.
+    """
+    longest = settings.sampling.max_new_tokens
+    if longest is None:
+        return 1
+    return max(1, GENERATE_TOKENS // (settings.num_samples * longest))
 
 
 def _num_samples(group: Group) -> int:

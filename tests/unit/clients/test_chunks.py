@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.clients.chunks import plan_chunks, split_batch
+from quartet.clients.chunks import cut, join_batches, plan_chunks, split_batch
 from quartet.types import SequenceBatch
 
 lengths = st.lists(st.integers(1, 50), max_size=30)
@@ -48,3 +48,20 @@ def test_small_batch_is_one_chunk() -> None:
 
 def test_empty_batch_is_no_chunk() -> None:
     assert split_batch(SequenceBatch.of([])) == []
+
+
+@given(st.lists(lengths, min_size=1, max_size=8))
+def test_joined_batches_are_cut_apart_again(all_rows: list[list[int]]) -> None:
+    batches = [SequenceBatch.of([list(range(n)) for n in rows]) for rows in all_rows]
+    joined = join_batches(batches)
+    assert joined.lengths.tolist() == [n for rows in all_rows for n in rows]
+    flat = np.arange(joined.num_tokens, dtype=np.float32)
+    parts = cut(flat, [batch.num_tokens for batch in batches])
+    assert [len(part) for part in parts] == [batch.num_tokens for batch in batches]
+    assert np.array_equal(np.concatenate(parts), flat)
+
+
+def test_names_stay_with_their_sequences() -> None:
+    named, nameless = SequenceBatch.of([[1], [2]], ["a", "b"]), SequenceBatch.of([[3]])
+    assert join_batches([nameless, named]).sample_ids == ("", "a", "b")
+    assert join_batches([nameless, nameless]).sample_ids == ()

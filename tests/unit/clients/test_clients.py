@@ -294,6 +294,24 @@ async def test_ref_agrees_with_the_untrained_policy(learners: LearnerClient) -> 
         assert np.array_equal(ours, theirs.output)
 
 
+async def test_small_chunks_travel_together_and_come_back_apart() -> None:
+    batches = [SequenceBatch.of([[i, i + 1], [i]], [f"{i}a", f"{i}b"]) for i in range(10)]
+    batches.insert(3, SequenceBatch.of([]))
+    ref, learner = FakeRef(), FakeLearner(types.Head.REWARD)
+    async with loopback(ref) as address, RefClient(address) as client:
+        flat = await client.compute_logprobs(batches)
+    async with loopback(learner) as address, LearnerClient(address) as client:
+        await client.start_run(SPEC)
+        results = await client.forward(batches)
+        assert [len(r.output) for r in await client.forward(batches[3:4])] == [0]
+        assert await client.forward([]) == []
+    (message,) = [c.request for c in ref.script.calls if c.method == "ComputeLogprobs"]
+    assert message.sequences.sample_ids[:3] == ("0a", "0b", "1a")
+    for batch, logprobs, result in zip(batches, flat, results, strict=True):
+        assert np.array_equal(logprobs, fakes.logprobs(batch, 0))
+        assert np.array_equal(result.output, fakes.rewards(batch, 0))
+
+
 async def test_score_with_a_failure_in_its_place() -> None:
     fake = FakeReward()
     failure = types.Failure(error_class="DATA", reason="X", message="no", replica="here")

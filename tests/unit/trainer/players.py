@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import itertools
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
 from quartet.config import PpoConfig
 from quartet.data.samples import Prompt
+from quartet.errors import RequestError
 from quartet.obs.progress import Progress
 from quartet.trainer.launch import Launcher
 from quartet.trainer.ledger import Ledger
@@ -26,6 +29,7 @@ from quartet.types import (
     ForwardResult,
     GenerateResult,
     GroupCompletions,
+    LoadCheckpointResult,
     LogprobKind,
     LogprobSpec,
     PushResult,
@@ -37,6 +41,9 @@ from quartet.types import (
     TrainResult,
     VersionSpan,
 )
+
+
+_processes = itertools.count()
 
 
 def logprobs_of(tokens):
@@ -155,12 +162,14 @@ class FakeTrainee:
     sampler: FakeSampler | None = None
     log: list = field(default_factory=list)
     steps: int = 0
+    run_id: str = ""
     not_finite: set = field(default_factory=set)
     """Numbers of the steps whose gradient is not finite."""
     refuse_push: bool = False
 
     async def start_run(self, spec):
         self.log.append(("start", spec))
+        self.run_id = spec.run_id
         return StartRunResult(optimizer_steps=0)
 
     async def forward(self, chunks, *, output, temperature=1.0):
@@ -179,6 +188,7 @@ class FakeTrainee:
         self.log.append(("train", step, samples))
         await asyncio.sleep(0)
         assert step.expected_optimizer_steps == self.steps
+        assert step.run_id == self.run_id
         applied = len([e for e in self.log if e[0] == "train"]) - 1 not in self.not_finite
         self.steps += applied
         mask = np.concatenate([s.action_mask for s in samples])
@@ -211,8 +221,27 @@ class FakeTrainee:
         return folder
 
     async def save_checkpoint(self, *, request_id, folder, tag, trainer_state):
-        self.log.append(("checkpoint", tag, trainer_state))
-        return f"{folder}/{tag}"
+        self.log.append(("checkpoint", folder, tag))
+        path = Path(folder) / tag
+        path.mkdir(parents=True)
+        (path / "state").write_bytes(trainer_state)
+        (path / "steps").write_text(f"{self.steps} {self.run_id}")
+        (Path(folder) / "latest").write_text(tag)
+        return str(path)
+
+    async def load_checkpoint(self, *, folder, tag):
+        if not (Path(folder) / "latest").exists():
+            raise RequestError(f"there is no checkpoint in {folder}", reason="NO_CHECKPOINT")
+        tag = tag or (Path(folder) / "latest").read_text()
+        steps, self.run_id = (Path(folder) / tag / "steps").read_text().split()
+        self.steps = int(steps)
+        self.log.append(("load", folder, tag))
+        return LoadCheckpointResult(
+            tag=tag,
+            optimizer_steps=self.steps,
+            trainer_state=(Path(folder) / tag / "state").read_bytes(),
+            run_id=self.run_id,
+        )
 
     def of(self, kind):
         return [entry for entry in self.log if entry[0] == kind]
@@ -231,6 +260,9 @@ class MemorySink:
 
     def texts(self, step, samples):
         self.samples.append((step, list(samples)))
+
+    def rewind(self, step):
+        self.rewound = step
 
     def close(self):
         self.closed = True
@@ -269,7 +301,7 @@ class Cast:
         return Run(
             config=config,
             folder=folder,
-            run_id="run",
+            run_id=f"run/{next(_processes)}",
             progress=progress,
             ledger=Ledger(folder / "ledger.sqlite"),
             sinks=Sinks([self.sink]),
@@ -301,7 +333,8 @@ def ppo_config(**sections):
     config = PpoConfig()
     defaults = {
         "algo": {"advantage": {"estimator": "group_norm"}},
-        "rollout": {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 8},
+        # Long enough for a Generate call a prompt.
+        "rollout": {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 256},
         "train": {"batch_size": 4, "seed": 7},
         "data": {"max_len": 32},
         "ckpt": {"output_dir": "/exported"},

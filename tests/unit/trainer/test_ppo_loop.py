@@ -201,11 +201,31 @@ async def test_generation_is_bounded(tmp_path):
     rollout = {
         "batch_size": 8,
         "n_samples_per_prompt": 2,
-        "max_new_tokens": 8,
+        "max_new_tokens": 256,
         "max_groups_in_flight": 3,
     }
     await play(cast, ppo_config(rollout=rollout), tmp_path)
     assert cast.sampler.most_in_flight == 3
+
+
+async def test_prompts_with_short_answers_share_calls_within_the_bound(tmp_path):
+    cast = Cast()
+    rollout = {
+        "batch_size": 8,
+        "n_samples_per_prompt": 2,
+        "max_new_tokens": 64,  # 4 prompts make 512 tokens
+        "max_groups_in_flight": 8,
+    }
+    _, counts, _ = await play(cast, ppo_config(rollout=rollout), tmp_path)
+    assert [len(request.groups) for request in cast.sampler.log] == [4, 4]
+    assert cast.sampler.most_in_flight == 2
+    assert counts == {"trained": 16}
+    assert len({request.request_id for request in cast.sampler.log}) == 2
+    narrow = Cast()
+    config = ppo_config(rollout=rollout | {"max_groups_in_flight": 3})
+    await play(narrow, config, tmp_path / "narrow")
+    assert [len(request.groups) for request in narrow.sampler.log] == [3, 3, 2]
+    assert narrow.sampler.most_in_flight == 1
 
 
 async def test_groups_go_on_while_others_still_generate(tmp_path):
