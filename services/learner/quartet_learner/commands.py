@@ -131,9 +131,7 @@ def encode_arguments(name: str, arguments: Sequence[Any]) -> list[bytes]:
     return [message.SerializeToString() for message in COMMANDS[name].encode(*arguments)]
 
 
-def execute(engine: LearnerEngine, name: str, messages: Sequence[bytes]) -> None:
-    """Other ranks: do what a command says."""
-    command = COMMANDS[name]
-    command.run(
-        engine, *(decode(data) for decode, data in zip(command.decode, messages, strict=True))
-    )
+def decode_arguments(name: str, messages: Sequence[bytes]) -> list[Any]:
+    """The arguments of a command, from what `encode_arguments` made of them."""
+    decoders = COMMANDS[name].decode
+    return [decode(data) for decode, data in zip(decoders, messages, strict=True)]

@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quartet.errors import FatalError, QuartetError, StateError
+import numpy as np
+
+from quartet.errors import DataError, FatalError, QuartetError, StateError
 from quartet.types import (
     ForwardResult,
+    SequenceBatch,
     TrainResult,
     TrainSamples,
     TrainStep,
@@ -81,7 +84,7 @@ class Conductor:
             padded=not engine.settings.packed,
         )
         self._check_plan(joined, limits, pairs=checks.comes_in_pairs(step.loss))
-        return self._on_all_ranks("train", step, joined)
+        return self._on_all_ranks("train", step, _unnamed(joined))
 
     def forward(self, requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
         """Evaluate chunks that differ in nothing but their sequences, as one batch."""
@@ -97,8 +100,10 @@ class Conductor:
             padded=not self.engine.settings.packed,
         )
         self._check_plan(everything, limits)
-        together = replace(first, sequences=everything.sequences)
-        return _split(self._on_all_ranks("forward", together), requests)
+        together = replace(first, sequences=_unnamed(everything).sequences)
+        result = self._on_all_ranks("forward", together)
+        _check_outputs(result, everything.sequences)
+        return _split(result, requests)
 
     def save_checkpoint(self, request: SaveCheckpointRequest) -> SavedFolder:
         """Write a checkpoint."""
@@ -120,7 +125,7 @@ class Conductor:
     def buckets(self, manifest: WeightManifest) -> Iterator[tuple[int, Any]]:
         """Yield the flat buffers of a push; to be iterated to the end, whatever happens."""
         self.engine.started()
-        self._channel.send("gather", encode_arguments("gather", (manifest,)))
+        self._channel.send("gather", lambda: encode_arguments("gather", (manifest,)))
         yield from self.engine.buckets(manifest)
 
     def sleep(self) -> None:
@@ -171,7 +176,7 @@ class Conductor:
                 reason="LEARNER_BROKEN",
                 remedy="restart it and load the last checkpoint",
             )
-        self._channel.send(name, encode_arguments(name, arguments))
+        self._channel.send(name, lambda: encode_arguments(name, arguments))
         try:
             return COMMANDS[name].run(self.engine, *arguments)
         except QuartetError:
@@ -183,6 +188,33 @@ class Conductor:
                 end_process(f"{sentence}: the learner stops", 1)
             self._broken = sentence
             raise FatalError(sentence, reason="LEARNER_BROKEN") from error
+
+
+def _unnamed(joined: TrainSamples) -> TrainSamples:
+    """Without sample names: checked samples need none, and two chunks may share one."""
+    return replace(joined, sequences=replace(joined.sequences, sample_ids=()))
+
+
+def _check_outputs(result: ForwardResult, sequences: SequenceBatch) -> None:
+    """Raise for outputs that are not finite: one sample's fault, or the model's if all are."""
+    bad = np.flatnonzero(~np.isfinite(result.output))
+    if not len(bad):
+        return
+    rows = bad
+    if len(result.output) == sequences.num_tokens:
+        rows = np.unique(np.searchsorted(sequences.offsets, bad, side="right") - 1)
+    if len(rows) == len(sequences) > 1:
+        raise FatalError(
+            "the model gives no finite number for any sequence",
+            reason="MODEL_NOT_FINITE",
+            remedy="load the last checkpoint, and lower the learning rate",
+        )
+    raise DataError(
+        "the model gives no finite number for this sequence",
+        reason="OUTPUT_NOT_FINITE",
+        sample_id=samples.names_of(sequences)[int(rows[0])],
+        remedy="drop the sample",
+    )
 
 
 def _split(result: ForwardResult, requests: Sequence[ForwardRequest]) -> list[ForwardResult]:

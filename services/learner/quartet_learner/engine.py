@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quartet.errors import StateError
+from quartet.errors import ConfigError, FatalError, StateError
 from quartet.types import (
     ForwardOutput,
     ForwardResult,
@@ -89,6 +89,7 @@ class LearnerEngine:
         self.group = group
         self.run: Run | None = None
         quiet_libraries()
+        check_dtype(settings)
         set_determinism(settings.seed, settings.full_determinism)
         self.model, self._head_is_new = load_model(settings)
         self.num_parameters = self.model.num_parameters()
@@ -273,6 +274,22 @@ class LearnerEngine:
         return self.run
 
 
+def check_dtype(settings: LearnerSettings) -> None:
+    """Raise ConfigError for fp16 where the device cannot train in it."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator is None:
+        raise FatalError("DeepSpeed finds no device", reason="NO_DEVICE")
+    if settings.param_dtype == "float16" and not accelerator.is_fp16_supported():
+        raise ConfigError(
+            "this machine's device cannot train in fp16",
+            field="ds.param_dtype",
+            value="fp16",
+            remedy="use --ds.param_dtype fp32 on a CPU, or bf16",
+        )
+
+
 def quiet_libraries() -> None:
     """Keep progress bars and warnings about others' deprecated calls out of the service's log."""
     from transformers.utils import logging as transformers_logging
@@ -288,5 +305,5 @@ def set_determinism(seed: int, full: bool) -> None:
     torch.manual_seed(seed)
     if full:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=False)
         torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(full)

@@ -27,7 +27,7 @@ def follow(settings: LearnerSettings) -> int:
     A QuartetError comes to all ranks alike, and rank 0 answers its caller. Anything else may have
     left the other ranks alone in a collective, so this process ends and takes the learner along.
     """
-    from quartet_learner.commands import execute
+    from quartet_learner.commands import COMMANDS, decode_arguments
     from quartet_learner.engine import LearnerEngine
     from quartet_learner.group import join_group
 
@@ -44,8 +44,9 @@ def follow(settings: LearnerSettings) -> int:
         name, messages = channel.receive()
         if name == STOP:
             return 0
+        arguments = decode_arguments(name, messages)
         try:
-            execute(engine, name, messages)
+            COMMANDS[name].run(engine, *arguments)
         except QuartetError as error:
             log.info("rank %d: %s was refused: %s", launch.rank, name, error)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from quartet.errors import InfraError
+from quartet.errors import InfraError, QuartetError
 
 RANK_FAILED = "RANK_FAILED"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -42,8 +42,11 @@ class RankGroup:
 
         Raises:
             InfraError: `what` failed, here or on another rank.
+            QuartetError: `error` itself, on the rank that has it, when it is one.
         """
         failures = self.sum({"failures": float(error is not None)})["failures"]
+        if isinstance(error, QuartetError):
+            raise error
         if error is not None:
             raise InfraError(f"{what} failed: {error}", reason=RANK_FAILED) from error
         if failures:

@@ -60,11 +60,16 @@ class CommandChannel:
         self._group = group
         self._number = 0
 
-    def send(self, name: str, messages: Sequence[bytes] = ()) -> None:
-        """Rank 0: let the others hear a command. The bulk goes by broadcast, not by the store."""
+    def send(self, name: str, messages: Callable[[], Sequence[bytes]] = tuple) -> None:
+        """Rank 0: let the others hear a command. The bulk goes by broadcast, not by the store.
+
+        Args:
+            name: of the command.
+            messages: makes its arguments; not asked where there are no others.
+        """
         if self._group.world_size == 1:
             return
-        data = pack(messages)
+        data = pack(messages())
         self._store.set(self._key(), f"{name} {len(data)}")
         self._number += 1
         self._broadcast(bytearray(data))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import quartet
+from quartet.config import RpcConfig
 from quartet.errors import InfraError, StateError, UnavailableError
 from quartet.obs import metrics
 from quartet.types import (
@@ -59,12 +60,18 @@ class LearnerRoom:
     """One model under training. Every method that touches it queues on one thread."""
 
     def __init__(
-        self, settings: LearnerSettings, *, replica: str = "", max_concurrent_calls: int = 0
+        self, settings: LearnerSettings, *, replica: str = "", rpc: RpcConfig | None = None
     ) -> None:
-        """Describe a learner that `start` will load."""
+        """Describe a learner that `start` will load.
+
+        Args:
+            settings: model and engine.
+            replica: name of this server; made up when empty.
+            rpc: how this server is reached, and how it reaches rollouts.
+        """
         self.settings = settings
         self.replica = replica or f"learner-{uuid.uuid4().hex[:8]}"
-        self._max_concurrent_calls = max_concurrent_calls
+        self._rpc = rpc or RpcConfig()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
         self._conductor: Any = None
         self._others: OtherRanks | None = None
@@ -174,7 +181,7 @@ class LearnerRoom:
         conductor.engine.started()
         on_gpu = conductor.engine.group.device.type == "cuda"
         backend = request.backend or (PushBackend.NCCL if on_gpu else PushBackend.GLOO)
-        clients = [RolloutClient(address) for address in request.addresses]
+        clients = [RolloutClient(address, self._rpc) for address in request.addresses]
         try:
             result = await push_weights(
                 manifest=manifest,
@@ -259,7 +266,7 @@ class LearnerRoom:
             tokenizer_fingerprint=_tokenizer_fingerprint(self.settings.model_name_or_path),
             capabilities=("sleep",) if can_sleep(stage) else (),
             max_sequence_length=engine.max_length,
-            max_concurrent_calls=self._max_concurrent_calls,
+            max_concurrent_calls=self._rpc.max_concurrent_calls,
             model_name_or_path=self.settings.model_name_or_path,
         )
         return LearnerInfo(

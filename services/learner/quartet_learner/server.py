@@ -9,7 +9,7 @@ import grpc
 
 from quartet.api.learner.v1 import learner_service_pb2 as pb
 from quartet.api.learner.v1 import learner_service_pb2_grpc as pb_grpc
-from quartet.config import LearnerServeConfig
+from quartet.config import LearnerServeConfig, RpcConfig
 from quartet.errors import ConfigError
 from quartet.rpc.server import run
 from quartet_learner.follower import follow
@@ -24,9 +24,9 @@ class LearnerService:
 
     name = "learner"
 
-    def __init__(self, settings: LearnerSettings, *, max_concurrent_calls: int = 0) -> None:
+    def __init__(self, settings: LearnerSettings, *, rpc: RpcConfig | None = None) -> None:
         """Serve one model that is not loaded yet."""
-        self._room = LearnerRoom(settings, max_concurrent_calls=max_concurrent_calls)
+        self._room = LearnerRoom(settings, rpc=rpc)
         self.replica = self._room.replica
 
     def register(self, server: grpc.aio.Server) -> str:
@@ -55,5 +55,5 @@ def main(config: LearnerServeConfig) -> int:
         return error.exit_code
     if rank_by_launcher() > 0:
         return follow(settings)
-    service = LearnerService(settings, max_concurrent_calls=config.rpc.max_concurrent_calls)
+    service = LearnerService(settings, rpc=config.rpc)
     return run(service, config.rpc, config.metrics)

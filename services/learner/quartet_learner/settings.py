@@ -103,7 +103,12 @@ def _refuse_what_is_not_there(config: LearnerServeConfig) -> None:
     ds, learner = config.ds, config.learner
     off: list[tuple[str, object, bool, str]] = [
         ("ds.zero_stage", ds.zero_stage, ds.zero_stage not in (0, 1, 2, 3), "use 0, 1, 2 or 3"),
-        ("learner.num_ranks", learner.num_ranks, (learner.num_ranks or 1) < 1, "use 1 or more"),
+        (
+            "learner.num_ranks",
+            learner.num_ranks,
+            learner.num_ranks is not None and learner.num_ranks < 1,
+            "use 1 or more",
+        ),
         (
             "ds.load_in_4bit",
             ds.load_in_4bit,

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from quartet.errors import FatalError
 from quartet.types import WeightManifest
 from quartet.types.requests import SavedFolder
 from quartet.weights import pack_bucket, plan_buckets
@@ -41,19 +42,27 @@ def buckets(model: TrainedModel, manifest: WeightManifest) -> Iterator[tuple[int
 
     Under ZeRO-3 each bucket's parameters are gathered by all ranks first, so all ranks iterate to
     the end. A buffer is good until the next one is asked for.
+
+    Raises:
+        FatalError: after the last bucket, when a weight is not finite: nobody may serve them.
     """
     parameters = dict(model.hf.named_parameters())
-    reused: Tensor | None = None
+    buffers: dict[torch.dtype, Tensor] = {}
+    damaged = ""
     for bucket in plan_buckets(manifest):
         wanted = {slot.name: parameters[slot.name] for slot in bucket.tensors}
+        dtype = next(iter(wanted.values())).dtype
         with whole(wanted.values()), torch.no_grad():
-            if reused is not None and (
-                reused.dtype != next(iter(wanted.values())).dtype or len(reused) < bucket.numel
-            ):
-                reused = None
-            flat = pack_bucket(bucket, wanted, out=reused)
-            reused = flat if reused is None else reused
+            buffer = buffers.get(dtype)
+            fits = buffer is not None and len(buffer) >= bucket.numel
+            flat = pack_bucket(bucket, wanted, out=buffer if fits else None)
+        if not fits:
+            buffers[dtype] = flat
+        if not damaged and not torch.isfinite(flat).all():
+            damaged = bucket.tensors[0].name
         yield bucket.index, flat
+    if damaged:
+        raise _not_finite(f"in the bucket that begins with {damaged}")
 
 
 def whole(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
@@ -82,11 +91,13 @@ def export(
 
     Raises:
         InfraError: the disk refused.
+        FatalError: a weight is not finite.
     """
     state = _state_on_rank_0(model, group)
     error: Exception | None = None
     if group.rank == 0:
         try:
+            _check_finite(state)
             aside = files.aside_of(folder)
             try:
                 _write_model(model, state, aside, config_values)
@@ -94,7 +105,7 @@ def export(
                 files.put_in_place(aside, folder)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
-        except (OSError, SafetensorError) as caught:
+        except (OSError, SafetensorError, FatalError) as caught:
             error = caught
     group.agree(f"writing the model to {folder}", error)
     return SavedFolder(path=str(folder), size_bytes=files.size_of(folder))
@@ -185,3 +196,17 @@ def _rename_head(folder: Path, prefix: str) -> None:
     tensors = load_file(folder / names[0])
     tensors[f"{prefix}.weight"] = tensors.pop("score.weight")
     save_file(tensors, folder / names[0], metadata={"format": "pt"})
+
+
+def _check_finite(state: Mapping[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise _not_finite(f"in {name}")
+
+
+def _not_finite(where: str) -> FatalError:
+    return FatalError(
+        f"the weights are not finite {where}",
+        reason="WEIGHTS_NOT_FINITE",
+        remedy="load the last checkpoint, and lower the learning rate",
+    )

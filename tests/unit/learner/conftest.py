@@ -11,7 +11,7 @@ import pytest
 import torch
 from quartet_learner.losses import StepCounts, TokenBatch
 
-VECTORS = Path(__file__).parents[2] / "golden" / "vectors"
+VECTORS = Path(__file__).parents[2] / "vectors"
 
 
 def load_vectors(name: str) -> dict[str, Any]:
@@ -99,6 +99,7 @@ def make_engine(tiny_model_dir: Path, group: Any) -> Callable[..., Any]:
         max_norm: float = 1.0,
         seed: int = 42,
         run_id: str = "run",
+        full_determinism: bool = False,
         **settings: Any,
     ) -> LearnerEngine:
         source = str(model or tiny_model_dir)
@@ -110,6 +111,7 @@ def make_engine(tiny_model_dir: Path, group: Any) -> Callable[..., Any]:
                 schedule=schedule or ScheduleConfig(name="constant", total_steps=100),
                 max_norm=max_norm,
                 seed=seed,
+                full_determinism=full_determinism,
             )
         )
         return engine

@@ -10,7 +10,7 @@ import pytest
 import torch
 from quartet_learner.samples import take
 
-from quartet.errors import StateError
+from quartet.errors import ConfigError, StateError
 from quartet.types import (
     DpoLoss,
     KlLoss,
@@ -286,6 +286,29 @@ def test_sleep_and_wake_change_nothing(make_engine, stage):
         drowsy.wake()
         got = drowsy.train(step_of(SftLoss(), number), samples)
         assert (got.grad_norm, got.metrics) == (expected.grad_norm, expected.metrics)
+
+
+def test_full_determinism_gives_the_same_bits(make_engine):
+    samples = make_samples()
+
+    def train() -> tuple:
+        engine = make_engine(full_determinism=True, zero_stage=2)
+        assert torch.are_deterministic_algorithms_enabled()
+        results = [engine.train(step_of(FULL_LOSS, n), samples) for n in range(2)]
+        return [(r.metrics, r.grad_norm) for r in results], weights_of(engine)
+
+    try:
+        (first, weights), (second, again) = train(), train()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first == second
+    assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
+
+
+def test_fp16_is_refused_where_it_cannot_train(make_engine):
+    with pytest.raises(ConfigError) as caught:
+        make_engine(param_dtype="float16")
+    assert caught.value.info.field == "ds.param_dtype"
 
 
 def test_one_token_sequences_have_no_logprob(make_engine):

@@ -12,7 +12,7 @@ from quartet_learner.model import load_model
 from quartet_learner.settings import LearnerSettings
 from safetensors import safe_open
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, FatalError
 from quartet.types import Head, PairwiseLoss, SftLoss, ValueLoss
 from quartet.types.requests import ExportModelRequest, ForwardRequest
 
@@ -183,3 +183,37 @@ def test_a_model_that_is_not_there(tmp_path):
         load_model(LearnerSettings(model_name_or_path=str(tmp_path / "nowhere")))
     assert caught.value.info.field == "learner.model_name_or_path"
     assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_finite_are_neither_pushed_nor_exported(make_engine, tmp_path):
+    from quartet.weights import manifest_of_model
+
+    engine = make_engine()
+    manifest = manifest_of_model(engine.model.hf, bucket_bytes=16 << 10)
+    whole = [(index, flat.numel()) for index, flat in engine.buckets(manifest)]
+    with torch.no_grad():
+        engine.model.hf.model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
+    seen = []
+    with pytest.raises(FatalError, match="not finite"):
+        seen.extend((index, flat.numel()) for index, flat in engine.buckets(manifest))
+    # All buckets were there first: other ranks are in the same gathers.
+    assert seen == whole
+    assert len(seen) > 3
+    with pytest.raises(FatalError, match="up_proj"):
+        export(engine, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_buckets_hold_the_trained_weights(make_engine):
+    from quartet.weights import manifest_of_model, plan_buckets, unpack_bucket
+
+    engine = make_engine(zero_stage=3, lr=1e-2)
+    engine.train(step_of(SftLoss()), make_samples())
+    manifest = manifest_of_model(engine.model.hf, bucket_bytes=16 << 10)
+    plan = plan_buckets(manifest)
+    sent = {}
+    for index, flat in engine.buckets(manifest):
+        sent |= {name: t.clone() for name, t in unpack_bucket(plan[index], flat)}
+    expected = weights_of(engine)
+    assert sent.keys() == expected.keys()
+    assert all(torch.equal(sent[name], weight) for name, weight in expected.items())

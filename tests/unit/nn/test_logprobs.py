@@ -11,7 +11,7 @@ import torch
 from quartet.nn import LmHead, selective_logprobs, sequence_logprobs
 from quartet.types import SequenceBatch
 
-VECTORS = Path(__file__).parents[2] / "golden" / "vectors" / "sft_and_logprobs.json"
+VECTORS = Path(__file__).parents[2] / "vectors" / "sft_and_logprobs.json"
 
 
 def plain(hidden, weight, bias, targets, *, temperature=1.0, scale=1.0, softcap=None):

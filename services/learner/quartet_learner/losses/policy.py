@@ -29,8 +29,8 @@ def policy_loss(
 ) -> LossOutput:
     """Policy loss with its optional KL, entropy and mismatch terms.
 
-    All terms of the loss use `spec.aggregation`; metrics are means over tokens, but for
-    policy_loss and kl, which are the terms as they enter the loss.
+    All terms of the loss use `spec.aggregation`. Metrics are means over tokens, but for
+    policy_loss, which is the term as it enters the loss; kl is not bounded as it is in the loss.
 
     Args:
         spec: form and constants.
@@ -61,7 +61,7 @@ def policy_loss(
     if spec.kl_loss is not None:
         kl = (weights * _kl_term(spec, batch, logprobs)).sum()
         loss = loss + spec.kl_loss.coef * kl
-        metrics["kl"] = kl.detach()
+        metrics["kl"] = token_mean(_kl_as_logged(spec, batch, logprobs), counts)
     if spec.entropy_coef is not None:
         entropy = needed(entropy, "entropy")
         metrics["entropy_loss"] = token_mean(entropy, counts)
@@ -101,6 +101,13 @@ def _ratio(spec: PolicyLoss, batch: TokenBatch, logprobs: Tensor) -> Tensor:
         old = needed(batch.rollout_logprobs, "rollout_logprobs")
     log_ratio = mean_by_sequence(logprobs - old, batch)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[batch.segments]
+
+
+def _kl_as_logged(spec: PolicyLoss, batch: TokenBatch, logprobs: Tensor) -> Tensor:
+    """[M] estimates without the bound: a metric must show a divergence."""
+    ref = needed(batch.ref_logprobs, "ref_logprobs")
+    estimator = spec.kl_loss.estimator if spec.kl_loss is not None else "k1"
+    return kl_estimate(logprobs.detach(), ref, estimator, bounded=False)
 
 
 def _kl_term(spec: PolicyLoss, batch: TokenBatch, logprobs: Tensor) -> Tensor:

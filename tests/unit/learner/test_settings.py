@@ -1,0 +1,49 @@
+"""From the command line's configuration to the learner's settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from quartet_learner.settings import LearnerSettings, settings_from_config
+
+from quartet.config import LearnerServeConfig
+from quartet.config.ds import LoraConfig
+from quartet.errors import ConfigError
+from quartet.types import Head
+
+
+def config_with(section: str = "ds", **changes) -> LearnerServeConfig:
+    config = LearnerServeConfig()
+    config = replace(config, learner=replace(config.learner, model_name_or_path="/a/model"))
+    return replace(config, **{section: replace(getattr(config, section), **changes)})
+
+
+def test_settings_travel_to_other_ranks_unchanged():
+    settings = settings_from_config(config_with("learner", head="value", num_ranks=2))
+    assert settings.head is Head.VALUE
+    assert settings.param_dtype == "bfloat16"
+    assert LearnerSettings.from_json(settings.to_json()) == settings
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "field"),
+    [
+        ("learner", {"model_name_or_path": None}, "learner.model_name_or_path"),
+        ("learner", {"num_ranks": 0}, "learner.num_ranks"),
+        ("learner", {"freeze_visual_encoder": True}, "learner.freeze_visual_encoder"),
+        ("ds", {"zero_stage": 4}, "ds.zero_stage"),
+        ("ds", {"load_in_4bit": True}, "ds.load_in_4bit"),
+        ("ds", {"lora": LoraConfig(rank=8)}, "ds.lora.rank"),
+        ("ds", {"tensor_parallel_size": 2}, "ds.tensor_parallel_size"),
+        ("ds", {"ring_attn_size": 2}, "ds.ring_attn_size"),
+        ("ds", {"deepcompile": True}, "ds.deepcompile"),
+        ("ds", {"use_liger_kernel": True}, "ds.use_liger_kernel"),
+        ("ds", {"use_universal_ckpt": True}, "ds.use_universal_ckpt"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(section, changes, field):
+    with pytest.raises(ConfigError) as caught:
+        settings_from_config(config_with(section, **changes))
+    assert caught.value.info.field == field
+    assert caught.value.info.remedy
