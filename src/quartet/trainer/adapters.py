@@ -19,6 +19,7 @@ from quartet.types import (
     ForwardResult,
     GenerateRequest,
     GenerateResult,
+    LoadCheckpointResult,
     PushBackend,
     PushResult,
     RunSpec,
@@ -181,3 +182,7 @@ class RemoteTrainee:
             folder=folder, tag=tag, trainer_state=trainer_state, request_id=request_id
         )
         return saved.path
+
+    async def load_checkpoint(self, *, folder: str, tag: str) -> LoadCheckpointResult:
+        """Go on from a checkpoint."""
+        return await self._client.load_checkpoint(folder=folder, tag=tag)

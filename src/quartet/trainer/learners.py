@@ -9,6 +9,7 @@ from typing import Any
 from quartet.config import PpoConfig
 from quartet.config.derive import train_token_budget
 from quartet.obs.progress import Progress
+from quartet.trainer.checkpoints import Restored
 from quartet.trainer.ledger import Ledger
 from quartet.trainer.rooms import Players, Trainee
 from quartet.trainer.schedule import PpoSchedule
@@ -49,8 +50,8 @@ class PpoLearners:
     def _training(self, role: str, trainee: Trainee, ledger: Ledger) -> Training:
         train = self._config.train
         settings = TrainingSettings(
-            run_id=self._run_id,
             role=role,
+            request_prefix=self._run_id,
             seed=train.seed,
             batch_size=train.batch_size,
             max_epochs=train.max_epochs,
@@ -76,6 +77,15 @@ class PpoLearners:
                         full_determinism=train.full_determinism_enable,
                     )
                     tasks.create_task(training.start(spec))
+
+    def go_on(self, restored: Restored) -> None:
+        """Take over where a loaded checkpoint stands."""
+        for training in (self.policy, self.critic):
+            if training is not None:
+                role = training.settings.role
+                training.go_on(
+                    run_id=restored.run_ids[role], optimizer_steps=restored.optimizer_steps[role]
+                )
 
     async def train(
         self, step: int, lesson: Lesson, *, kl_coef: float

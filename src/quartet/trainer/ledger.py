@@ -187,6 +187,15 @@ class Ledger:
 
         await self._run(work)
 
+    async def rewind(self, step: int) -> None:
+        """Forget everything after `step`: the run goes on from a checkpoint made there."""
+
+        def work(db: sqlite3.Connection) -> None:
+            for table in ("samples", "steps", "optimizer_steps"):
+                db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
+
+        await self._run(work)
+
     async def last_step(self) -> int:
         """Number of the last finished step; -1 when there is none."""
         row = await self._run(

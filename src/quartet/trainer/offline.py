@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from quartet.config import RmConfig, SftConfig
+from quartet.trainer.checkpoints import Checkpoints
 from quartet.trainer.metrics import Metrics
 from quartet.trainer.rooms import Trainee
 from quartet.trainer.run import Job, Run, absolute
@@ -74,8 +75,8 @@ class OfflineLoop(Generic[Row]):
         self._batches = SeededBatches(lessons.rows, batch_size=train.batch_size, seed=train.seed)
         self._training = Training(
             TrainingSettings(
-                run_id=run.run_id,
                 role="learner",
+                request_prefix=run.run_id,
                 seed=train.seed,
                 batch_size=train.batch_size,
                 micro_batch_size=train.micro_batch_size,
@@ -85,6 +86,17 @@ class OfflineLoop(Generic[Row]):
         )
         every_epoch = self._batches.per_epoch * train.max_epochs
         self._total = min(train.max_steps or every_epoch, every_epoch)
+        self._checkpoints = Checkpoints(
+            config.ckpt,
+            {"learner": (trainee, "")},
+            run_id=run.run_id,
+            counted_by={
+                "train.seed": train.seed,
+                "train.batch_size": train.batch_size,
+                "number of rows": len(lessons.rows),
+            },
+            progress=run.progress,
+        )
         self._evaluated_at = -1
         self._last_eval: Metrics = {}
 
@@ -95,27 +107,42 @@ class OfflineLoop(Generic[Row]):
             f"{len(lessons.rows)} rows, {self._batches.per_epoch} steps an epoch, "
             f"{self._total} optimizer steps"
         )
-        await self._training.start(
-            run_spec(
-                self._run.run_id,
-                config,
-                total_steps=self._total,
-                seed=config.train.seed,
-                full_determinism=config.train.full_determinism_enable,
+        behind = await self._resume() if config.ckpt.load_enable else 0
+        if not behind:
+            await self._training.start(
+                run_spec(
+                    self._run.run_id,
+                    config,
+                    total_steps=self._total,
+                    seed=config.train.seed,
+                    full_determinism=config.train.full_determinism_enable,
+                )
             )
-        )
-        for first, epoch in self._epochs():
+        for first, epoch in self._epochs(behind):
             await self._epoch(first, epoch)
         await self._evaluate(self._total)
         await self._export()
 
-    def _epochs(self) -> Iterator[tuple[int, list[Batch[Row]]]]:
-        """The number of each epoch's first step, and its batches."""
+    async def _resume(self) -> int:
+        """Go on from the latest checkpoint; returns the steps behind it."""
+        restored = await self._checkpoints.restore()
+        self._training.go_on(
+            run_id=restored.run_ids["learner"],
+            optimizer_steps=restored.optimizer_steps["learner"],
+        )
+        step = int(restored.state["cursor"])
+        await self._run.ledger.rewind(step)
+        self._run.sinks.rewind(step)
+        return step
+
+    def _epochs(self, behind: int) -> Iterator[tuple[int, list[Batch[Row]]]]:
+        """The number of each epoch's first step, and its batches, without the steps behind us."""
         for epoch in range(self._config.train.max_epochs):
             first = epoch * self._batches.per_epoch
-            batches = self._batches.of_epoch(epoch)[: max(0, self._total - first)]
+            done = max(0, behind - first)
+            batches = self._batches.of_epoch(epoch)[: max(0, self._total - first)][done:]
             if batches:
-                yield first + 1, batches
+                yield first + done + 1, batches
 
     async def _epoch(self, first: int, batches: Sequence[Batch[Row]]) -> None:
         """Train on the batches of one epoch."""
@@ -135,6 +162,7 @@ class OfflineLoop(Generic[Row]):
                 await self._run.ledger.save_state({"cursor": step})
                 if self._is_eval_step(step):
                     await self._evaluate(step)
+                await self._checkpoints.after_step(step, {"cursor": step})
         if self._config.eval.steps == -1:
             await self._evaluate(first + len(batches) - 1)
 

@@ -16,6 +16,7 @@ from quartet.config import PpoConfig
 from quartet.config.derive import groups_in_flight, needs_groups, samples_per_rollout
 from quartet.data.samples import Prompt
 from quartet.errors import FatalError
+from quartet.trainer.checkpoints import Checkpoints
 from quartet.trainer.drops import Drops
 from quartet.trainer.generation import Generation, GenerationSettings
 from quartet.trainer.learners import PpoLearners
@@ -76,6 +77,23 @@ class PpoLoop:
             progress=run.progress,
         )
         self._policy_version = players.policy_version
+        self._pushes = 0
+        learners = {"learner": (players.policy, "_actor")}
+        if players.critic is not None:
+            learners["critic"] = (players.critic, "_critic")
+        self._checkpoints = Checkpoints(
+            config.ckpt,
+            learners,
+            run_id=run.run_id,
+            counted_by={
+                "train.seed": config.train.seed,
+                "train.batch_size": config.train.batch_size,
+                "rollout.batch_size": config.rollout.batch_size,
+                "rollout.n_samples_per_prompt": config.rollout.n_samples_per_prompt,
+                "number of prompts": len(inputs.prompts),
+            },
+            progress=run.progress,
+        )
 
     async def run(self) -> None:
         """Do all steps, and export what was trained."""
@@ -85,13 +103,28 @@ class PpoLoop:
             f"{samples_per_rollout(config)} samples, {schedule.policy_steps} optimizer steps of "
             f"the policy, which rests for {schedule.freezing_steps} rollouts"
         )
-        await self._learners.start()
+        behind = await self._resume() if config.ckpt.load_enable else 0
+        if not behind:
+            await self._learners.start()
         # The rollout services may hold anything: they are told what the policy is.
         await self._push("start")
-        batches = self._batches.run(config.train.num_episodes)
-        for step, batch in zip(range(1, schedule.num_rollouts + 1), batches, strict=False):
+        steps = range(behind + 1, schedule.num_rollouts + 1)
+        batches = self._batches.run(config.train.num_episodes, skip=behind)
+        for step, batch in zip(steps, batches, strict=False):
             await self._step(step, batch)
         await self._export()
+
+    async def _resume(self) -> int:
+        """Go on from the latest checkpoint; returns the steps behind it."""
+        restored = await self._checkpoints.restore()
+        self._learners.go_on(restored)
+        step = int(restored.state["cursor"])
+        self._kl.load_state_dict(restored.state["kl"])
+        # The push at the start repeats the last one.
+        self._pushes = int(restored.state["pushes"]) - 1
+        await self._run.ledger.rewind(step)
+        self._run.sinks.rewind(step)
+        return step
 
     async def _step(self, step: int, batch: Batch[Prompt]) -> None:
         """From prompts to logged numbers."""
@@ -114,7 +147,7 @@ class PpoLoop:
             "timing/make_experience": rollout.seconds - rollout.generation_seconds,
             "timing/step_total": time.monotonic() - began,
         }
-        state = {"cursor": step, "kl": self._kl.state_dict(), "version": self._policy_version}
+        state = {"cursor": step, "kl": self._kl.state_dict(), "pushes": self._pushes}
         await run.ledger.end_step(step, metrics=metrics, state=state)
         if step % self._config.logger.logging_steps == 0:
             run.sinks.log("train", step, metrics)
@@ -123,6 +156,7 @@ class PpoLoop:
             "policy_version": self._policy_version,
             "metrics": dict(sorted(metrics.items())),
         }
+        await self._checkpoints.after_step(step, state)
 
     async def _learn(self, step: int, rollout: Rollout) -> Metrics:
         """Shape, train, push, and steer the KL coefficient."""
@@ -130,8 +164,7 @@ class PpoLoop:
         lesson = shape(rollout.experience, self._shaping, kl_coef=kl_coef)
         metrics = rollout_metrics(lesson, max_len=self._config.data.max_len)
         # Counted from the start of this run: services that stand by themselves go on counting.
-        version = self._policy_version - self._players.policy_version
-        metrics |= {"kl_coef": kl_coef, "policy_version": float(version)}
+        metrics |= {"kl_coef": kl_coef, "policy_version": float(self._pushes)}
         began = time.monotonic()
         policy, critic = await self._learners.train(step, lesson, kl_coef=kl_coef)
         metrics |= training_metrics(policy, critic)
@@ -167,6 +200,7 @@ class PpoLoop:
                 reason="PUSH_FAILED",
             )
         self._policy_version = version
+        self._pushes += 1
 
     def _log_texts(self, step: int, lesson: Lesson) -> None:
         shown = lesson.experience.samples[:TEXTS_PER_STEP]

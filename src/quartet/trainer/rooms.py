@@ -14,6 +14,7 @@ from quartet.types import (
     ForwardResult,
     GenerateRequest,
     GenerateResult,
+    LoadCheckpointResult,
     PushResult,
     RunSpec,
     ScoreBatch,
@@ -83,6 +84,10 @@ class Trainee(Protocol):
         self, *, request_id: str, folder: str, tag: str, trainer_state: bytes
     ) -> str:
         """Write a checkpoint; its path is returned."""
+        ...
+
+    async def load_checkpoint(self, *, folder: str, tag: str) -> LoadCheckpointResult:
+        """Go on from a checkpoint; without a tag, from the latest whole one."""
         ...
 
 

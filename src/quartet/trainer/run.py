@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ class Run:
     config: TrainerConfig
     folder: Path
     run_id: str
+    """Unique to this process: a service that outlives a trainer knows the next one from it."""
     progress: Progress
     ledger: Ledger
     sinks: Sinks
@@ -187,7 +189,7 @@ async def _perform(
         run = Run(
             config=config,
             folder=folder,
-            run_id=config.run.name,
+            run_id=f"{config.run.name}/{uuid.uuid4().hex[:8]}",
             progress=progress,
             ledger=ledger,
             sinks=sinks,

@@ -50,9 +50,11 @@ class WeightedMeans:
 class TrainingSettings:
     """How a learner goes over its samples."""
 
-    run_id: str
     role: str
-    """learner or critic; part of every request id."""
+    """learner or critic."""
+    request_prefix: str
+    """Begins every request id: unique to this trainer process, so that a service that outlives it
+    never takes the step of another trainer for a repeat."""
     seed: int
     batch_size: int
     max_epochs: int = 1
@@ -105,14 +107,27 @@ class Training:
         self.steps_taken = 0
         """Optimizer steps behind the run, as the learner counts them."""
 
+        self._run_id = ""
+
     async def start(self, spec: RunSpec) -> None:
         """Build optimizer and schedule.
 
         Raises:
-            FatalError: the learner goes on with a run whose steps this trainer does not know.
+            FatalError: the learner has steps of this run behind it that nobody knows of.
         """
         started = await self.trainee.start_run(spec)
-        self.steps_taken = self.steps_sent = started.optimizer_steps
+        if started.optimizer_steps:
+            raise FatalError(
+                f"the {self.settings.role} has {started.optimizer_steps} optimizer steps of the "
+                f"new run {spec.run_id} behind it",
+                reason="RUN_ALREADY_BEGUN",
+            )
+        self._run_id = spec.run_id
+
+    def go_on(self, *, run_id: str, optimizer_steps: int) -> None:
+        """Take over where a loaded checkpoint stands."""
+        self._run_id = run_id
+        self.steps_taken = optimizer_steps
 
     async def step(
         self,
@@ -126,7 +141,7 @@ class Training:
         Raises:
             FatalError: several gradients in a row were not finite.
         """
-        request_id = f"{self.settings.run_id}/{self.settings.role}/{self.steps_sent}"
+        request_id = f"{self.settings.request_prefix}/{self.settings.role}/{self.steps_sent}"
         await self._ledger.begin_optimizer_step(
             request_id=request_id,
             step=step,
@@ -137,7 +152,7 @@ class Training:
         result = await self.trainee.train(
             TrainStep(
                 request_id=request_id,
-                run_id=self.settings.run_id,
+                run_id=self._run_id,
                 loss=loss,
                 expected_optimizer_steps=self.steps_taken,
                 max_tokens_per_micro_batch=self.settings.max_tokens_per_micro_batch,

@@ -39,6 +39,10 @@ class Sink(Protocol):
         """Take generated texts of one step."""
         ...
 
+    def rewind(self, step: int) -> None:
+        """Forget what came after `step`, where that is possible: the run goes on from there."""
+        ...
+
     def close(self) -> None:
         """Write what is buffered and let go of files and connections."""
         ...
@@ -60,6 +64,11 @@ class Sinks:
         """Pass texts on."""
         for sink in self._sinks:
             sink.texts(step, samples)
+
+    def rewind(self, step: int) -> None:
+        """Rewind all."""
+        for sink in self._sinks:
+            sink.rewind(step)
 
     def close(self) -> None:
         """Close all; the first error is raised after the last sink is closed."""

@@ -43,6 +43,9 @@ class ConsoleSink:
             shown = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
             self._say(f"  sample ({first.reward:+.3f}): {shown}")
 
+    def rewind(self, step: int) -> None:
+        """What was written was read."""
+
     def close(self) -> None:
         """Nothing is buffered."""
 

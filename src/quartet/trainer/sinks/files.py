@@ -44,11 +44,28 @@ class JsonlSink:
         for sample in samples:
             _write(self._samples, {"global_step": step, **sample.as_dict()})
 
+    def rewind(self, step: int) -> None:
+        """Take the lines of later steps out of all files."""
+        for file in self._files():
+            path = Path(file.name)
+            kept = [
+                line
+                for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+                # A killed trainer may have left half a line.
+                if line.endswith("\n") and json.loads(line)["global_step"] <= step
+            ]
+            file.truncate(0)
+            file.seek(0)
+            file.writelines(kept)
+            file.flush()
+
     def close(self) -> None:
         """Close the files."""
-        for file in (self._metrics, self._samples, self._timings):
-            if file is not None:
-                file.close()
+        for file in self._files():
+            file.close()
+
+    def _files(self) -> list[TextIO]:
+        return [f for f in (self._metrics, self._samples, self._timings) if f is not None]
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -55,6 +55,9 @@ class PrometheusSink:
     def texts(self, step: int, samples: Sequence[SampleText]) -> None:
         """Texts are no metrics."""
 
+    def rewind(self, step: int) -> None:
+        """Gauges show the latest, and totals count what was done."""
+
     def close(self) -> None:
         """Stop serving."""
         self._server.shutdown()

@@ -45,6 +45,9 @@ class TensorBoardSink:
         )
         self._add(step, summary.Summary(value=[value]))
 
+    def rewind(self, step: int) -> None:
+        """TensorBoard shows the later of two values of a step."""
+
     def close(self) -> None:
         """Flush and close the file."""
         self._writer.close()

@@ -60,6 +60,9 @@ class WandbSink:
         table = self._wandb.Table(columns=columns, data=rows)
         self._run.log({"train/global_step": step, "train/generated_samples": table})
 
+    def rewind(self, step: int) -> None:
+        """W&B keeps both; the axis train/global_step shows them one above the other."""
+
     def close(self) -> None:
         """Upload or write the rest, and end the W&B run."""
         self._run.finish()
