@@ -149,21 +149,23 @@ class _Attempt:
             m: asyncio.create_task(self._prepare(m, rank, store.address(host)))
             for rank, m in enumerate(self._members, start=1)
         }
-        _, pending = await asyncio.wait(
-            {own, *calls.values()},
-            timeout=plan.group_timeout + _GRACE,
-            return_when=asyncio.FIRST_EXCEPTION,
-        )
-        errors = {m: _error_of(call) for m, call in calls.items()}
-        if not pending and not any(errors.values()) and own.exception() is None:
-            return own.result()
-        late = any(isinstance(e, TimeoutError) for e in (*errors.values(), _error_of(own)))
-        self._blame(errors, await self._arrived(store, host), late=late or own in pending)
-        own.add_done_callback(_close_late_group)
-        for call in calls.values():
-            call.cancel()
-        await asyncio.wait(calls.values())
-        return None
+        try:
+            _, pending = await asyncio.wait(
+                {own, *calls.values()},
+                timeout=plan.group_timeout + _GRACE,
+                return_when=asyncio.FIRST_EXCEPTION,
+            )
+            errors = {m: _error_of(call) for m, call in calls.items()}
+            if not pending and not any(errors.values()) and own.exception() is None:
+                return own.result()
+            late = any(isinstance(e, TimeoutError) for e in (*errors.values(), _error_of(own)))
+            self._blame(errors, await self._arrived(store, host), late=late or own in pending)
+            own.add_done_callback(_close_late_group)
+            return None
+        finally:
+            for call in calls.values():
+                call.cancel()
+            await asyncio.wait(calls.values())
 
     async def _prepare(self, member: Member, rank: int, store_address: str) -> None:
         plan = self._plan

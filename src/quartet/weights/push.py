@@ -52,8 +52,8 @@ async def push_weights(
 
     Args:
         manifest: What is sent, in order, with the bucket size.
-        tensors: Yields every bucket's flat buffer in order. Called once and drained once whatever
-            happens, also when all replicas refuse.
+        tensors: Yields every bucket's flat buffer in order. Called at most once, and then drained
+            to its end whatever happens; also called when all replicas refuse.
         replicas: Clients of the rollout services.
         epoch: Higher than any before. A replica that does not join costs one more: an attempt
             with r refusals uses epoch to epoch + r, so take a clock's nanoseconds, not a counter.
@@ -113,7 +113,12 @@ class _Push:
     async def by_group(self, epoch: int) -> PushResult:
         """Assemble, broadcast, commit."""
         begun = time.monotonic()
-        lane, epoch = await assemble_group(self._members, self._plan, epoch=epoch)
+        try:
+            lane, epoch = await assemble_group(self._members, self._plan, epoch=epoch)
+        except BaseException:
+            for member in self._members:
+                await member.stop_watching()
+            raise
         prepared = time.monotonic()
         try:
             await self._drain(lane)
@@ -252,5 +257,13 @@ class _Push:
 
 
 def _make_folder(parent: str, epoch: int) -> str:
-    Path(parent).mkdir(parents=True, exist_ok=True)
-    return tempfile.mkdtemp(prefix=f"push-{epoch}-", dir=parent)
+    try:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=f"push-{epoch}-", dir=parent)
+    except OSError as error:
+        raise ConfigError(
+            f"push.folder {parent} cannot be written: {error.strerror}",
+            field="push.folder",
+            value=parent,
+            remedy="give a folder on a disk that the learner and all replicas see",
+        ) from error

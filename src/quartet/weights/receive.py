@@ -60,6 +60,8 @@ class _Push:
     digest: PushDigest = field(default_factory=PushDigest)
     receiving: bool = False
     complete: bool = False
+    committing: bool = False
+    """The engine is reading the staged tensors: they must stay until it is done."""
 
     def close(self, *, abort: bool) -> None:
         self.staged = []
@@ -108,6 +110,12 @@ class WeightInbox:
                 reason="EPOCH_LOST",
                 field="epoch",
                 value=str(request.epoch),
+                replica=self._replica,
+            )
+        if self._push is not None and self._push.committing:
+            raise InfraError(
+                f"epoch {self._push.request.epoch} is being committed",
+                reason="COMMIT_UNDER_WAY",
                 replica=self._replica,
             )
         check_manifest(request.manifest, self._wanted())
@@ -194,15 +202,25 @@ class WeightInbox:
             InfraError: The digests differ (reason DIGEST_MISMATCH).
         """
         push = self._current(request.epoch, request.policy_version)
+        if push.committing:
+            raise StateError(
+                f"epoch {request.epoch} is being committed already",
+                reason="WEIGHTS_PHASE_WRONG",
+                replica=self._replica,
+            )
+        push.committing = True
         try:
             self._verify(push, request.digest)
             return await load(_named(push), request.policy_version)
         finally:
-            if self._push is push:
-                self._end(abort=False)
+            push.committing = False
+            self._end(abort=False)
 
     def abort(self, request: AbortWeightsRequest) -> None:
-        """Forget a push. An unknown epoch is no error: the sender aborts to be sure."""
+        """Forget a push. An unknown epoch is no error: the sender aborts to be sure.
+
+        Too late for a push that is being committed: it goes on to its end.
+        """
         if self._push is not None and self._push.request.epoch == request.epoch:
             log.warning("push %d given up: %s", request.epoch, request.cause or "no cause given")
             self._end(abort=True)
@@ -257,8 +275,9 @@ class WeightInbox:
         return self._device if request.backend is PushBackend.NCCL else "cpu"
 
     def _end(self, *, abort: bool) -> None:
-        push, self._push = self._push, None
-        if push is not None:
+        push = self._push
+        if push is not None and not push.committing:
+            self._push = None
             push.close(abort=abort)
 
 

@@ -312,11 +312,58 @@ async def test_a_cancelled_push_drains_and_aborts(replica):
     assert replica.version == 0
 
 
+async def test_a_push_cancelled_while_it_assembles_leaves_no_call_behind(replica):
+    entered, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def hang():
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    replica.before["prepare"] = hang
+    source = CountingSource(make_manifest(), make_tensors())
+    task = asyncio.create_task(push([replica], source=source))
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cancelled.is_set()
+    assert source.given == 0
+
+
+async def test_nothing_disturbs_a_commit_under_way(replica):
+    """The engine is reading the staged tensors: a new push, an abort and a close must wait."""
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(tensors, version):
+        first, *rest = tensors
+        entered.set()
+        await go_on.wait()
+        replica.weights = dict([first, *rest])
+        return 0
+
+    replica._load = slow
+    pushing = asyncio.create_task(push([replica], epoch=10))
+    await entered.wait()
+    await replica.abort_weights(AbortWeightsRequest(epoch=10))
+    other = await push([replica], epoch=20)
+    assert "epoch 10 is being committed" in other.replicas[0].error
+    replica.inbox.close()
+    go_on.set()
+    assert (await pushing).replicas[0].committed
+    assert replica.has(make_tensors())
+    assert not replica.inbox.busy
+
+
 async def test_a_backend_that_cannot_is_refused(replica):
     with pytest.raises(ConfigError, match="ipc"):
         await push([replica], backend=PushBackend.IPC)
     with pytest.raises(ConfigError, match="folder"):
         await push([replica], backend=PushBackend.FILE)
+    with pytest.raises(ConfigError, match="/proc/nowhere"):
+        await push([replica], backend=PushBackend.FILE, folder="/proc/nowhere")
 
 
 async def test_an_old_epoch_is_refused(replica):
