@@ -49,10 +49,6 @@ _NO_AUX = Refusal(
     why="a router's balance loss is not in this release",
     instead="leave it at 0; a mixture of experts trains without it",
 )
-_NO_CHECKPOINTS = Refusal(
-    why="no checkpoints are written during training in this release",
-    instead="leave the flag away; the model is exported to --ckpt.output_dir at the end",
-)
 _NO_EMA = Refusal(why="averaged weights are not in this release", instead="leave the flag away")
 
 REFUSED: Mapping[str, Refusal] = {
@@ -129,21 +125,6 @@ REFUSED: Mapping[str, Refusal] = {
         why="the best checkpoint is known from evaluation, which is not in this release",
         instead="leave the flag away",
     ),
-    **dict.fromkeys(
-        (
-            "ckpt.save_steps",
-            "ckpt.path",
-            "ckpt.save_hf",
-            "ckpt.disable_ds",
-            "ckpt.max_num",
-            "ckpt.max_mem",
-        ),
-        _NO_CHECKPOINTS,
-    ),
-    "ckpt.load_enable": Refusal(
-        why="a run does not go on from a checkpoint in this release",
-        instead="start from the exported model, with model_name_or_path",
-    ),
     "algo.dynamic_filtering_enable": Refusal(
         why="groups are not filtered and replaced in this release",
         instead="leave the flag away; groups of equal rewards have advantage 0",
@@ -209,6 +190,9 @@ EXPLAINED: Mapping[str, str] = {
     "attention, and the service says so.",
     "model.loss_type": "sigmoid or logexp; OpenRLHF takes any other word for logexp.",
     "critic.model_name_or_path": "Only gae has a critic.",
+    "ckpt.load_enable": "An error where there is no checkpoint, rather than a fresh start.",
+    "ckpt.max_num": "The oldest goes when the new one is whole; copies of --ckpt.save_hf go with "
+    "their checkpoint.",
 }
 """Flags that are accepted, with what is different here."""
 
