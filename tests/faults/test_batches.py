@@ -1,4 +1,4 @@
-"""Faults of batching: samples left out, repeated, trained late or in an order of nobody's choice."""
+"""Faults of batching: samples left out, repeated, trained late or in an order nobody chose."""
 
 from collections import Counter
 
@@ -66,7 +66,7 @@ async def test_fault_04_every_rollout_takes_a_step(tmp_path):
 
 
 async def test_fault_05_frozen_actor_keeps_no_stale_batches(tmp_path):
-    """After two rollouts of critic warm-up the policy's first step holds the third one's samples."""
+    """After two rollouts of critic warm-up the policy first trains on the third one's samples."""
     cast = Cast(critic=FakeTrainee(head="value"))
     config = ppo_config(algo={"advantage": {"estimator": "gae"}}, critic={"freezing_steps": 2})
     await play_ppo(cast, config, tmp_path, num_prompts=12)

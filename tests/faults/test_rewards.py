@@ -7,14 +7,24 @@ import pytest
 
 from quartet.config import RmConfig
 from quartet.config.load import build
+from quartet.data.samples import TokenSample
 from quartet.obs.progress import Progress
 from quartet.testing.tiny import train_tokenizer
-from quartet.trainer import rm
+from quartet.trainer import rm, sft
+from quartet.trainer.offline import EVAL_TOKENS
 from quartet.trainer.settings import policy_loss
 from quartet.trainer.shaping import ShapingSettings, shape
+from quartet.trainer.training import WeightedMeans
 from quartet.types import ForwardResult, Reward, ScoreBatch, ScoreResult
 from tests.faults.loops import advantages_of, experience, play_offline, play_ppo
-from tests.unit.trainer.players import Cast, FakeJudge, FakeSampler, FakeTrainee, ppo_config
+from tests.unit.trainer.players import (
+    Cast,
+    FakeJudge,
+    FakeSampler,
+    FakeTrainee,
+    logprobs_of,
+    ppo_config,
+)
 
 
 def dr_grpo(**reward):
@@ -140,7 +150,7 @@ async def test_fault_34_samples_may_log_different_numbers(tmp_path):
 
 @pytest.mark.parametrize("coef", [0.0, 0.5, 1.0, -0.5])
 def test_fault_76_a_wrong_answer_gains_nothing_by_being_cut(coef):
-    """Two wrong answers, one of them cut: it is not the better one, unless the old rule is asked."""
+    """Two wrong answers, one of them cut: it is not the better one, but by the old rule."""
     wrong = experience([-1.0, -1.0, 1.0], truncated={1})
     lesson = shape(wrong, dr_grpo(stop_properly_penalty_coef=coef), kl_coef=0.0)
     assert lesson.rewards[1] <= lesson.rewards[0] == -1.0
@@ -158,9 +168,35 @@ def test_fault_78_advantages_of_a_clipped_group_sum_to_zero():
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_fault_18_gspo_weighs_all_its_terms_by_sequence(mode):
-    """One aggregation goes to the learner for policy, KL and entropy: for gspo that of sequences."""
+    """One aggregation goes to the learner for all terms of a loss: for gspo that of sequences."""
     actor = {"policy_loss_type": "gspo", "loss_agg_mode": mode, "entropy_coef": 0.01}
     config = ppo_config(actor=actor, algo={"kl": {"use_loss": True, "init_coef": 0.1}})
     assert policy_loss(config, kl_coef=0.1).aggregation == "seq-mean-token-mean"
     plain = ppo_config(actor=actor | {"policy_loss_type": "ppo"})
     assert policy_loss(plain, kl_coef=0.1).aggregation == mode
+
+
+def row(name, tokens, learnt):
+    """A text to learn, of which the last `learnt` tokens are targets."""
+    ids = np.array(tokens, np.int32)
+    return TokenSample(
+        sample_id=name, token_ids=ids, loss_mask=np.arange(len(ids)) >= len(ids) - learnt
+    )
+
+
+async def test_fault_28_the_evaluation_loss_is_a_mean_over_tokens():
+    """Rows that need two calls: one with one learnt token, one with three quarters of all."""
+    short = row("a", [7] * (EVAL_TOKENS - 1), 1)
+    long = row("b", [6, 6, 6, 6, 6], 3)
+    trainee = FakeTrainee()
+    metrics = await sft.evaluate(trainee, [short, long])
+    assert len(trainee.of("forward")) == 2
+    easy, hard = -float(logprobs_of([7, 7])[1]), -float(logprobs_of([6, 6])[1])
+    assert metrics["eval_loss"] == pytest.approx((easy + 3 * hard) / 4)
+
+
+def test_fault_28_running_means_are_weighed_by_tokens():
+    means = WeightedMeans()
+    means.add({"gpt_loss": 1.0}, 10)
+    means.add({"gpt_loss": 3.0}, 30)
+    assert means.means() == {"gpt_loss": 2.5}
