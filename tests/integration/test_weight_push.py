@@ -237,3 +237,7 @@ async def test_a_replica_killed_inside_a_broadcast(replicas, pushed):
     assert [r.committed for r in result.replicas] == [True, False]
     assert result.replicas[1].failed_phase == "prepare"
     assert await greedy(first, 2) == generated_by(pushed[1])
+
+    # Told to end, it does, stuck thread or not.
+    first.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(first.process.wait, 20) == 0
