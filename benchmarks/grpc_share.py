@@ -93,7 +93,7 @@ def measure_run(folder: Path, options: argparse.Namespace) -> Run:
     """
     recordings = folder / "recordings"
     recordings.mkdir()
-    # The first step warms up, and the last one keeps the processes alive while they are read.
+    # The first step warms up; the last one keeps the processes at work while they are read.
     command = [*_command(folder, options), "--train.max_steps", str(options.steps + 2)]
     environment = os.environ | {
         FOLDER_VARIABLE: str(recordings),
@@ -110,6 +110,8 @@ def measure_run(folder: Path, options: argparse.Namespace) -> Run:
         began, before = time.monotonic(), cpu_by_name(process.pid)
         _wait_for_rows(metrics, 1 + options.steps, process, deadline, log)
         ended, after = time.monotonic(), cpu_by_name(process.pid)
+        # Calls that began in time are answered when the next step is over.
+        _wait_for_rows(metrics, 2 + options.steps, process, deadline, log)
     finally:
         _stop(process)
     return Run(
