@@ -64,6 +64,16 @@ def needed_fields(loss: Loss) -> tuple[str, ...]:
     return ()
 
 
+def used_fields(loss: Loss, samples: TrainSamples) -> tuple[str, ...]:
+    """What the loss needs, and what it logs a metric from when it is there."""
+    needed = needed_fields(loss)
+    if not isinstance(loss, PolicyLoss):
+        return needed
+    logged = ("ref_logprobs", "rollout_logprobs")
+    there = present(samples)
+    return (*needed, *(name for name in logged if name in there and name not in needed))
+
+
 def check_run(spec: RunSpec) -> None:
     """Raise RequestError for an optimizer that the learner does not have."""
     if spec.optimizer.type != "adam":
@@ -168,7 +178,7 @@ def check_joined(loss: Loss, samples: TrainSamples, vocabulary: int, max_length:
         raise _wrong(
             "no token of the step is trained", "samples.action_mask", "all false", "drop the step"
         )
-    for name in needed_fields(loss):
+    for name in used_fields(loss, samples):
         _check_finite(name, getattr(samples, name), mask, sequences)
 
 

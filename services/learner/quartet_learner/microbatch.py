@@ -19,7 +19,7 @@ from quartet.types import (
     TrainSamples,
     ValueLoss,
 )
-from quartet_learner.checks import comes_in_pairs, needed_fields
+from quartet_learner.checks import comes_in_pairs, used_fields
 from quartet_learner.losses import (
     LossOutput,
     StepCounts,
@@ -39,8 +39,6 @@ NUMBERS = (
     "returns",
     "old_values",
 )
-LOGGED_IF_THERE = ("ref_logprobs", "rollout_logprobs")
-"""Arrays that a policy loss logs a metric from even when the loss itself does not need them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +89,7 @@ def make_micro_batch(
     def on_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    fields = {*needed_fields(loss)}
-    if isinstance(loss, PolicyLoss):
-        fields |= {name for name in LOGGED_IF_THERE if getattr(samples, name) is not None}
+    fields = used_fields(loss, samples)
     numbers = {
         name: on_device(getattr(samples, name)[trained].astype(np.float32))
         for name in NUMBERS

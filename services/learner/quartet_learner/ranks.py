@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -192,11 +193,12 @@ class OtherRanks:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def stop(self, timeout: float) -> None:
-        """Wait for them to end, and end those that do not."""
+        """Wait for them to end, `timeout` seconds for all, and end those that do not."""
         self._stopping.set()
+        deadline = time.monotonic() + timeout
         for process in self._processes:
             try:
-                process.wait(timeout)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -51,7 +51,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-STOP_SECONDS = 5.0
+STOP_SECONDS = 4.0
+"""How long work under way, and then the other ranks, may take to end; the server waits 10 s."""
 FORWARD_BATCH_TOKENS = 8192
 """Tokens a rank gets before a Forward's chunks are worked on; more come in the next batch."""
 

@@ -157,7 +157,7 @@ def test_raw_logprobs_fit_temperature_one():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["advantages", "old_logprobs"])
+@pytest.mark.parametrize("name", ["advantages", "old_logprobs", "rollout_logprobs"])
 def test_a_number_that_is_none_is_named_with_its_sample(name, bad):
     values = make_samples().advantages.copy()
     values[5] = bad
