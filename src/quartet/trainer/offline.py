@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
 from quartet.config import RmConfig, SftConfig
@@ -97,6 +97,8 @@ class OfflineLoop(Generic[Row]):
             },
             progress=run.progress,
         )
+        self._means = WeightedMeans()
+        """Over the epoch so far."""
         self._evaluated_at = -1
         self._last_eval: Metrics = {}
 
@@ -131,6 +133,7 @@ class OfflineLoop(Generic[Row]):
             optimizer_steps=restored.optimizer_steps["learner"],
         )
         step = int(restored.state["cursor"])
+        self._means = WeightedMeans(**restored.state["means"])
         await self._run.ledger.rewind(step)
         self._run.sinks.rewind(step)
         return step
@@ -145,8 +148,9 @@ class OfflineLoop(Generic[Row]):
                 yield first + done + 1, batches
 
     async def _epoch(self, first: int, batches: Sequence[Batch[Row]]) -> None:
-        """Train on the batches of one epoch."""
-        means = WeightedMeans()
+        """Train on the batches of one epoch, or on what is left of it."""
+        if batches[0].index == 0:
+            self._means = WeightedMeans()
         total = sum(len(batch.rows) for batch in batches)
         name = f"epoch {batches[0].epoch + 1} train"
         with self._run.progress.phase(name, total=total, unit="samples") as phase:
@@ -156,13 +160,14 @@ class OfflineLoop(Generic[Row]):
                 result = await self._training.step(
                     step=step, loss=self._lessons.loss, samples=self._lessons.to_samples(batch.rows)
                 )
-                means.add(result.metrics, result.num_action_tokens or result.num_samples)
+                self._means.add(result.metrics, result.num_action_tokens or result.num_samples)
                 phase.advance(len(batch.rows))
-                self._log(step, batch.epoch, result, means, time.monotonic() - began)
-                await self._run.ledger.save_state({"cursor": step})
+                self._log(step, batch.epoch, result, time.monotonic() - began)
+                state = {"cursor": step, "means": asdict(self._means)}
+                await self._run.ledger.save_state(state)
                 if self._is_eval_step(step):
                     await self._evaluate(step)
-                await self._checkpoints.after_step(step, {"cursor": step})
+                await self._checkpoints.after_step(step, state)
         if self._config.eval.steps == -1:
             await self._evaluate(first + len(batches) - 1)
 
@@ -170,12 +175,10 @@ class OfflineLoop(Generic[Row]):
         every = self._config.eval.steps
         return every > 0 and step % every == 0
 
-    def _log(
-        self, step: int, epoch: int, result: TrainResult, means: WeightedMeans, seconds: float
-    ) -> None:
+    def _log(self, step: int, epoch: int, result: TrainResult, seconds: float) -> None:
         metrics: Metrics = dict(result.metrics)
         # The incumbent's running means; here over the epoch so far, weighted as the steps were.
-        for name, mean in means.means().items():
+        for name, mean in self._means.means().items():
             if name in ("gpt_loss", "loss"):
                 metrics["loss_mean"] = mean
             elif name == "acc":

@@ -36,7 +36,7 @@ from quartet.types import Failure, ForwardOutput, PromptGroup, SequenceBatch
 ISOLATED_SAMPLES = 64
 """Samples of one Generate call in a deterministic run."""
 
-GENERATE_TOKENS = 512
+GENERATE_TOKENS = 1024
 """Tokens that make a Generate call worth its price, about 1 ms of CPU."""
 
 CALL_TOKENS = 1 << 17

@@ -60,12 +60,14 @@ def prepare(config: RmConfig, progress: Progress) -> Job:
         tokenizer_fingerprint=fingerprint_of(tokenizer),
         eval_rows=eval_rows,
         evaluate=lambda trainee, pairs: evaluate(config, trainee, pairs),
-        export_values=lambda metrics: {
-            "mean": metrics["reward_mean"],
-            "std": max(metrics["reward_std"], MIN_STD),
-        },
+        export_values=statistics,
     )
     return offline_job(config, lessons)
+
+
+def statistics(metrics: Metrics) -> dict[str, float]:
+    """Mean and std of rewards, under the names that --reward.normalize_enable looks for."""
+    return {"mean": metrics["reward_mean"], "std": max(metrics["reward_std"], MIN_STD)}
 
 
 def pairwise_loss(config: RmConfig) -> PairwiseLoss:

@@ -42,7 +42,6 @@ from quartet.types import (
     VersionSpan,
 )
 
-
 _processes = itertools.count()
 
 
@@ -334,7 +333,7 @@ def ppo_config(**sections):
     defaults = {
         "algo": {"advantage": {"estimator": "group_norm"}},
         # Long enough for a Generate call a prompt.
-        "rollout": {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 256},
+        "rollout": {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 512},
         "train": {"batch_size": 4, "seed": 7},
         "data": {"max_len": 32},
         "ckpt": {"output_dir": "/exported"},
