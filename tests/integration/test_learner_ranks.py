@@ -110,25 +110,27 @@ async def serve(tmp_path: Path, model: Path, **flags) -> AsyncIterator[tuple]:
     """`quartet serve learner` with two ranks; yields process and client, leaves nothing behind."""
     ready = tmp_path / "ready.json"
     flags = {"learner.num_ranks": 2, "ds.param_dtype": "fp32", **flags}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "quartet", "serve", "learner"),
-        *("--rpc.port", "0", "--rpc.ready_file", str(ready)),
-        *("--learner.model_name_or_path", str(model)),
-        *(
-            text
-            for name, value in flags.items()
-            for text in ((f"--{name}",) if value is True else (f"--{name}", str(value)))
-        ),
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    log = tmp_path / "learner.log"
+    with log.open("wb") as sink:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "quartet", "serve", "learner"),
+            *("--rpc.port", "0", "--rpc.ready_file", str(ready)),
+            *("--learner.model_name_or_path", str(model)),
+            *(
+                text
+                for name, value in flags.items()
+                for text in ((f"--{name}",) if value is True else (f"--{name}", str(value)))
+            ),
+            stderr=sink,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     others: list[int] = []
     try:
         async with asyncio.timeout(60):
             while not ready.exists() and process.returncode is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         if not ready.exists():
-            pytest.fail((await process.stderr.read()).decode())
+            pytest.fail(log.read_text())
         address = json.loads(ready.read_text())["address"]
         async with LearnerClient(address) as client:
             await client.wait_ready(120)
@@ -260,8 +262,8 @@ async def test_a_rank_that_dies_takes_the_learner_along(tmp_path, tiny_model_dir
         await client.start_run(SPEC)
         os.kill(others[0], signal.SIGKILL)
         async with asyncio.timeout(20):
-            said = (await process.stderr.read()).decode()
             assert await process.wait() == 1
+        said = (tmp_path / "learner.log").read_text()
         assert f"rank 1 (process {others[0]}) ended with signal 9" in said
 
 
