@@ -32,6 +32,8 @@ def plan_chunks(
         unit: sequences that stay together: 2 for pairs.
         max_bytes: aim; a unit larger than this is a chunk of its own.
     """
+    if 0 < int(lengths.sum()) * bytes_per_token <= max_bytes:
+        return [(0, len(lengths))]
     ranges: list[tuple[int, int]] = []
     start, size = 0, 0
     for row in range(0, len(lengths), unit):

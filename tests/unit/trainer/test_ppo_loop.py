@@ -408,3 +408,43 @@ async def test_each_episode_has_its_own_order_and_samples(tmp_path):
     assert {g.split("/")[0] for g in orders[0]} == {"0"}
     assert {g.split("/")[0] for g in orders[1]} == {"1"}
     assert [g[2:] for g in orders[0]] != [g[2:] for g in orders[1]]
+
+
+async def test_restarted_rollout_gets_the_weights_that_generation_asks_for(tmp_path):
+    cast = Cast()
+    config = ppo_config()
+    run = cast.run(config, tmp_path)
+    loop = PpoLoop(config, run, inputs(8), cast.players)
+    generate = cast.sampler.generate
+
+    async def once_restarted(request):
+        if request.min_policy_version == 2 and cast.sampler.version == 2:
+            cast.sampler.generate = generate
+            cast.sampler.version = 0
+            await run.launcher.on_restart("rollout", "r:1")
+            await run.launcher.on_restart("reward", "r:2")
+        return await generate(request)
+
+    cast.sampler.generate = once_restarted
+    await loop.run()
+    await run.ledger.close()
+    run.progress.close()
+    assert [e[1] for e in cast.policy.of("push")] == [1, 2, 2, 3]
+    assert [m["policy_version"] for m in cast.metrics] == [1.0, 2.0]
+
+
+async def test_push_is_repeated_when_the_rollout_service_is_back(tmp_path):
+    cast = Cast()
+    config = ppo_config()
+    run = cast.run(config, tmp_path)
+    cast.policy.refuse_push = True
+
+    async def settle():
+        cast.policy.refuse_push = False
+        return True
+
+    run.launcher.settle = settle
+    await PpoLoop(config, run, inputs(4), cast.players).run()
+    await run.ledger.close()
+    run.progress.close()
+    assert [e[1] for e in cast.policy.of("push")] == [1, 1, 2]
