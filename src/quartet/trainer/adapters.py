@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +16,7 @@ from quartet.clients import (
     RewardClient,
     RolloutClient,
 )
+from quartet.errors import StateError
 from quartet.types import (
     ForwardOutput,
     ForwardResult,
@@ -32,16 +35,36 @@ from quartet.types import (
     TrainStep,
 )
 
+STALE_PAUSE_SECONDS = 0.2
+"""Pause before a stale replica is asked again: nothing tells a caller of a push to it."""
+
 
 class PooledSampler:
     """`Sampler` over rollout replicas."""
 
-    def __init__(self, pool: ReplicaPool[RolloutClient]) -> None:
-        """Use a pool that somebody else closes."""
+    def __init__(self, pool: ReplicaPool[RolloutClient], *, patience: float = 0.0) -> None:
+        """Use a pool that somebody else closes.
+
+        Args:
+            pool: the replicas.
+            patience: seconds to wait for a replica with the asked-for version, when all that serve
+                are older: one that was started again serves before it has been pushed to.
+        """
         self._pool = pool
+        self._patience = patience
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Complete prompts on the replica with the least to do."""
+        limit = time.monotonic() + self._patience
+        while True:
+            try:
+                return await self._generate(request)
+            except StateError:
+                if time.monotonic() >= limit:
+                    raise
+                await asyncio.sleep(STALE_PAUSE_SECONDS)
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
         return await self._pool.call(
             "Generate",
             lambda client, left: client.generate(

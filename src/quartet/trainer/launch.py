@@ -35,6 +35,9 @@ POLL_SECONDS = 0.05
 STOP_GRACE_SECONDS = 5.0
 """What a service gets beside its own drain time before its process group is killed."""
 
+DEATH_NOTICE_SECONDS = 1.0
+"""After a lost call: how long it may take until the death of a local service is known."""
+
 Probe = Callable[[str], Awaitable[bool]]
 """Says whether the service at an address serves."""
 
@@ -99,7 +102,11 @@ class Launcher:
         self._progress = progress
         self._start_timeout = start_timeout
         self._command = command or serve_command
-        self._on_restart = on_restart
+        self.on_restart = on_restart
+        """May be set later, by whoever knows what a restarted service lacks."""
+        self._restarting: set[str] = set()
+        self._one_died = asyncio.Event()
+        self._all_there = asyncio.Event()
         self._running: dict[str, _Running] = {}
         self._stopping = False
 
@@ -147,6 +154,22 @@ class Launcher:
         async with asyncio.TaskGroup() as group:
             for running in self._running.values():
                 group.create_task(self._watch_one(running))
+
+    async def settle(self, *, notice: float = DEATH_NOTICE_SECONDS) -> bool:
+        """After a lost call: wait until the services that died are back.
+
+        Args:
+            notice: seconds in which a death shows itself.
+
+        Returns:
+            Whether there was one to wait for.
+        """
+        try:
+            await asyncio.wait_for(self._one_died.wait(), notice)
+        except TimeoutError:
+            return False
+        await self._all_there.wait()
+        return True
 
     async def stop(self) -> None:
         """End all services: SIGTERM, then SIGKILL to the process group. May be called twice."""
@@ -222,6 +245,7 @@ class Launcher:
             if running.restarts >= service.max_restarts:
                 raise self._ended(running, "in the middle of the run", fatal=True)
             running.restarts += 1
+            self._note(service.role, dead=True)
             self._progress.say(
                 f"{service.role} ended with {_exit(running.process)}; starting it again "
                 f"({running.restarts} of at most {service.max_restarts}), "
@@ -230,10 +254,23 @@ class Launcher:
             _kill_group(running.process)
             # The same port, so that clients find it again at the address they have.
             again = await self._spawn(service, port=_port_of(running.address))
-            running.process, running.began = again.process, again.began
+            running.process, running.began, running.address = again.process, again.began, ""
             await self._wait_ready(running)
-            if self._on_restart is not None:
-                await self._on_restart(service.role, running.address)
+            self._note(service.role, dead=False)
+            if self.on_restart is not None:
+                await self.on_restart(service.role, running.address)
+
+    def _note(self, role: str, *, dead: bool) -> None:
+        """Keep track of who is being started again."""
+        if dead:
+            self._restarting.add(role)
+            self._one_died.set()
+            self._all_there.clear()
+            return
+        self._restarting.discard(role)
+        if not self._restarting:
+            self._one_died.clear()
+            self._all_there.set()
 
     async def _stop_one(self, running: _Running) -> None:
         process = running.process

@@ -7,6 +7,7 @@ Every step is recorded in the ledger before it begins and after it ended.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from quartet.algorithms import make_kl_controller
 from quartet.config import PpoConfig
 from quartet.config.derive import groups_in_flight, needs_groups, samples_per_rollout
 from quartet.data.samples import Prompt
-from quartet.errors import FatalError
+from quartet.errors import FatalError, InfraError
 from quartet.trainer.checkpoints import Checkpoints
 from quartet.trainer.drops import Drops
 from quartet.trainer.generation import Generation, GenerationSettings
@@ -78,6 +79,10 @@ class PpoLoop:
         )
         self._policy_version = players.policy_version
         self._pushes = 0
+        self._sends = 0
+        self._weights = asyncio.Lock()
+        """Held while the policy's weights move: what is pushed in between would be neither."""
+        run.launcher.on_restart = self._catch_up
         learners = {"learner": (players.policy, "_actor")}
         if players.critic is not None:
             learners["critic"] = (players.critic, "_critic")
@@ -165,42 +170,65 @@ class PpoLoop:
         metrics = rollout_metrics(lesson, max_len=self._config.data.max_len)
         # Counted from the start of this run: services that stand by themselves go on counting.
         metrics |= {"kl_coef": kl_coef, "policy_version": float(self._pushes)}
-        began = time.monotonic()
-        policy, critic = await self._learners.train(step, lesson, kl_coef=kl_coef)
-        metrics |= training_metrics(policy, critic)
-        metrics["timing/ppo_train"] = time.monotonic() - began
-        await self._run.ledger.trained(lesson.experience.sequences.sample_ids)
-        if policy is not None:
+        async with self._weights:
             began = time.monotonic()
-            await self._push(f"step {step}")
-            metrics["timing/broadcast"] = time.monotonic() - began
+            policy, critic = await self._learners.train(step, lesson, kl_coef=kl_coef)
+            metrics |= training_metrics(policy, critic)
+            metrics["timing/ppo_train"] = time.monotonic() - began
+            await self._run.ledger.trained(lesson.experience.sequences.sample_ids)
+            if policy is not None:
+                began = time.monotonic()
+                await self._push(f"step {step}")
+                metrics["timing/broadcast"] = time.monotonic() - began
         if "kl" in metrics:
             self._kl.update(metrics["kl"], len(lesson.experience))
         self._log_texts(step, lesson)
         return metrics
 
     async def _push(self, when: str) -> None:
-        """Have all rollout replicas serve the policy as it is now."""
+        """Have all rollout replicas serve the policy as it is now.
+
+        Raises:
+            FatalError: none of them took it.
+        """
         version = self._policy_version + 1
-        with self._run.progress.phase(f"{when} push") as phase:
-            phase.waiting_for = "learner and rollout"
-            result = await self._players.policy.push_weights(
-                request_id=f"{self._run.run_id}/push/{version}", policy_version=version
-            )
-            phase.note = f"{result.total_bytes / 1e6:.1f} MB as version {version}"
-        for replica in result.replicas:
-            if not replica.committed:
-                self._run.progress.say(
-                    f"rollout {replica.address} does not have version {version}: "
-                    f"{replica.failed_phase} failed, {replica.error}"
+        while problem := await self._send(version, when):
+            # A rollout service that just died and is started again is worth another push.
+            if not await self._run.launcher.settle():
+                raise FatalError(
+                    f"no rollout service took version {version} of the policy: {problem}",
+                    reason="PUSH_FAILED",
                 )
-        if not any(replica.committed for replica in result.replicas):
-            raise FatalError(
-                f"no rollout service took version {version} of the policy",
-                reason="PUSH_FAILED",
-            )
         self._policy_version = version
         self._pushes += 1
+
+    async def _send(self, version: int, when: str) -> str:
+        """Push once; returns why no replica took it, or nothing."""
+        self._sends += 1
+        with self._run.progress.phase(f"{when} push") as phase:
+            phase.waiting_for = "learner and rollout"
+            try:
+                result = await self._players.policy.push_weights(
+                    request_id=f"{self._run.run_id}/push/{version}/{self._sends}",
+                    policy_version=version,
+                )
+            except InfraError as error:
+                return str(error)
+            phase.note = f"{result.total_bytes / 1e6:.1f} MB as version {version}"
+        problems = [
+            f"{r.address} does not have version {version}: {r.failed_phase} failed, {r.error}"
+            for r in result.replicas
+            if not r.committed
+        ]
+        for problem in problems:
+            self._run.progress.say(f"rollout {problem}")
+        return "; ".join(problems) if len(problems) == len(result.replicas) else ""
+
+    async def _catch_up(self, role: str, address: str) -> None:
+        """Give a rollout service that was started again the weights that generation asks for."""
+        if role.startswith("rollout") and self._pushes:
+            async with self._weights:
+                await self._send(self._policy_version, f"{role} at {address} is back:")
 
     def _log_texts(self, step: int, lesson: Lesson) -> None:
         shown = lesson.experience.samples[:TEXTS_PER_STEP]

@@ -27,14 +27,11 @@ from quartet.config.machine import this_machine
 from quartet.config.notes import notes
 from quartet.errors import ConfigError, FatalError, InfraError, QuartetError
 from quartet.obs.progress import Progress
-from quartet.trainer.launch import Launcher, LocalService
+from quartet.trainer.launch import DEATH_NOTICE_SECONDS, Launcher, LocalService
 from quartet.trainer.ledger import Ledger
 from quartet.trainer.sinks import Sinks, open_sinks
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
-
-DEATH_NOTICE_SECONDS = 1.0
-"""After a lost call: how long the launcher gets to say that a service of its own has died."""
 
 
 @dataclass(kw_only=True, slots=True)

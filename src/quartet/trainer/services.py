@@ -31,8 +31,8 @@ from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run
 from quartet.types import Head, LearnerInfo, PushBackend, RolloutInfo
 
-RESTARTED = ("reward", "ref")
-"""Roles that hold nothing but what they loaded: a new process is as good as the old one."""
+RESTARTED = ("rollout", "reward", "ref")
+"""Roles that hold nothing but what they loaded or get in the next push."""
 
 MAX_GROUPS_IN_FLIGHT = 256
 """Prompt groups under way where neither flags nor services say less."""
@@ -90,11 +90,13 @@ async def connect_ppo(
         ConfigError: nobody serves at an address in time, or a service does not fit.
     """
     timeout = config.launch.connect_timeout
+    # A service of ours that died is being started again: that takes as long as a start.
+    patience = max(timeout, config.launch.start_timeout) if run.launcher.pids else timeout
     addresses = all_addresses(config, run.launcher.addresses)
     rpc = _rpc(config)
 
     async def pool(client_class: type[AnyClient], role: Role) -> ReplicaPool[AnyClient]:
-        made = ReplicaPool(client_class, addresses[role], rpc, patience=timeout)
+        made = ReplicaPool(client_class, addresses[role], rpc, patience=patience)
         return await stack.enter_async_context(made)
 
     policy = await stack.enter_async_context(LearnerClient(addresses["learner"][0], rpc))
@@ -127,7 +129,7 @@ async def connect_ppo(
     wants_ids, max_samples = await _check_rewards(rewards, fingerprint)
     tokens = forward_token_budget(config)
     return Players(
-        sampler=PooledSampler(rollouts),
+        sampler=PooledSampler(rollouts, patience=patience if run.launcher.pids else 0.0),
         judge=PooledJudge(rewards),
         policy=RemoteTrainee(
             policy,

@@ -145,7 +145,9 @@ async def test_restarts_on_the_same_port_a_few_times(tmp_path):
         addresses = await made.start()
         watch = asyncio.ensure_future(made.watch())
         os.kill(made.pids["reward"], signal.SIGKILL)
+        assert await made.settle()
         assert await restarted.get() == ("reward", addresses["reward"])
+        assert not await made.settle(notice=0.0)
         os.kill(made.pids["reward"], signal.SIGKILL)
         with pytest.raises(ExceptionGroup, match="unhandled errors"):
             await watch
