@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.processes import cpu_by_name
-from benchmarks.recording import FOLDER_VARIABLE, Call, read_calls
+from benchmarks.recording import FOLDER_VARIABLE, Call, calls_of_steps, read_calls
 from benchmarks.replay import Cost, replay
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,13 +110,11 @@ def measure_run(folder: Path, options: argparse.Namespace) -> Run:
         began, before = time.monotonic(), cpu_by_name(process.pid)
         _wait_for_rows(metrics, 1 + options.steps, process, deadline, log)
         ended, after = time.monotonic(), cpu_by_name(process.pid)
-        # Calls that began in time are answered when the next step is over.
-        _wait_for_rows(metrics, 2 + options.steps, process, deadline, log)
     finally:
         _stop(process)
     return Run(
         num_steps=options.steps,
-        calls=read_calls(recordings, began=began, ended=ended),
+        calls=calls_of_steps(read_calls(recordings), 2, 1 + options.steps),
         cpu_seconds={name: after[name] - before[name] for name in before},
         seconds=ended - began,
     )

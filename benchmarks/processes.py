@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -20,8 +21,10 @@ def process_tree(pid: int) -> list[int]:
     """A process and everything that it started, and they in turn."""
     found = [pid]
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += process_tree(int(child))
+        # Threads come and go; one that has gone has left its children to another.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for child in (task / "children").read_text().split():
+                found += process_tree(int(child))
     return found
 
 

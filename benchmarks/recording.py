@@ -24,14 +24,16 @@ FOLDER_VARIABLE = "BENCHMARK_RECORDING_FOLDER"
 """Environment variable with the folder that recordings go to; it must exist."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Call:
-    """One recorded call."""
+    """One recorded call. Times are in seconds of the machine's monotonic clock."""
 
     method: str
     """Path of the method: /quartet.api.rollout.v1.RolloutService/Generate."""
     began: float
-    """When its first request was sent, in seconds of the machine's monotonic clock."""
+    """When its first request was sent."""
+    ended: float
+    """When its last message was sent or received."""
     requests: list[bytes] = field(default_factory=list)
     """Messages sent, in order."""
     responses: list[bytes] = field(default_factory=list)
@@ -115,17 +117,33 @@ class RecordingChannel:
         return call
 
 
-def read_calls(folder: Path, *, began: float, ended: float) -> list[Call]:
-    """Calls whose first request was sent in [began, ended), of all processes, in that order."""
+def read_calls(folder: Path) -> list[Call]:
+    """All calls of all processes, in the order in which they began."""
     calls: dict[tuple[str, int], Call] = {}
     for path in sorted(folder.glob("*.calls")):
         for head, body in _messages(path):
-            key = (path.name, head["call"])
+            key, now = (path.name, head["call"]), head["time"]
             if key not in calls:
-                calls[key] = Call(method=head["method"], began=head["time"])
-            (calls[key].requests if head["request"] else calls[key].responses).append(body)
-    within = (call for call in calls.values() if began <= call.began < ended)
-    return sorted(within, key=lambda call: call.began)
+                calls[key] = Call(method=head["method"], began=now, ended=now)
+            call = calls[key]
+            call.ended = now
+            (call.requests if head["request"] else call.responses).append(body)
+    return sorted(calls.values(), key=lambda call: call.began)
+
+
+def calls_of_steps(calls: Sequence[Call], first: int, last: int) -> list[Call]:
+    """Calls of the PPO steps `first` to `last`, which count from 1.
+
+    Nothing is under way when a step's push is answered, and the push before the first step ends
+    what went before it: so the answers of the pushes are the borders.
+
+    Raises:
+        RuntimeError: the recording ends before step `last` does.
+    """
+    pushes = [call.ended for call in calls if call.method.endswith("/PushWeights")]
+    if len(pushes) <= last:
+        raise RuntimeError(f"the recording has {len(pushes)} pushes, and no end of step {last}")
+    return [call for call in calls if pushes[first - 1] < call.began < pushes[last]]
 
 
 def _messages(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
