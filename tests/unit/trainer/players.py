@@ -333,7 +333,7 @@ def ppo_config(**sections):
     defaults = {
         "algo": {"advantage": {"estimator": "group_norm"}},
         # Long enough for a Generate call a prompt.
-        "rollout": {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 512},
+        "rollout": {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 1024},
         "train": {"batch_size": 4, "seed": 7},
         "data": {"max_len": 32},
         "ckpt": {"output_dir": "/exported"},

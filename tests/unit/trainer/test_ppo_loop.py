@@ -201,7 +201,7 @@ async def test_generation_is_bounded(tmp_path):
     rollout = {
         "batch_size": 8,
         "n_samples_per_prompt": 2,
-        "max_new_tokens": 512,
+        "max_new_tokens": 1024,
         "max_groups_in_flight": 3,
     }
     await play(cast, ppo_config(rollout=rollout), tmp_path)
@@ -213,7 +213,7 @@ async def test_prompts_with_short_answers_share_calls_within_the_bound(tmp_path)
     rollout = {
         "batch_size": 8,
         "n_samples_per_prompt": 2,
-        "max_new_tokens": 128,  # 4 prompts make 1024 tokens
+        "max_new_tokens": 256,  # 4 prompts make 2048 tokens
         "max_groups_in_flight": 8,
     }
     _, counts, _ = await play(cast, ppo_config(rollout=rollout), tmp_path)
