@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import quartet
 from quartet.config import RpcConfig
 from quartet.errors import InfraError, StateError, UnavailableError
-from quartet.obs import metrics
+from quartet.obs import metrics, queues
 from quartet.types import (
     ForwardResult,
     Head,
@@ -234,7 +234,7 @@ class LearnerRoom:
         return await self._on_thread(lambda: work(conductor))
 
     async def _on_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return await queues.submit(self._executor, work, queue="learner")
 
     def _load(self) -> None:
         """Blocking half of `start`."""

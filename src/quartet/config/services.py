@@ -41,6 +41,10 @@ def serve_config_for(role: Role, config: TrainerConfig) -> ServeConfig:
     common: dict[str, Any] = {
         "data": narrowed(TokenizerFields, config.data),
         "use_ms": config.use_ms,
+        # Several services cannot share the trainer's port.
+        "metrics": dataclasses.replace(
+            config.metrics, port=None if config.metrics.port is None else 0
+        ),
     }
     if role == "learner":
         return _learner(config, common)

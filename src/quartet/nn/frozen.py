@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quartet.errors import StateError
+from quartet.obs import queues
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,9 @@ class FrozenModel:
             load: returns the model; gets the device where it will work.
             offload: keep the weights in main memory and bring them to the device for each piece of
                 work. On a machine without a GPU they are there anyway.
-            thread_name: of the one thread.
+            thread_name: of the one thread, and of its queue in quartet_queue_depth.
         """
+        self._name = thread_name
         self._load = load
         self._offload = offload
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=thread_name)
@@ -74,7 +76,7 @@ class FrozenModel:
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        return await queues.submit(self._thread, function, queue=self._name)
 
     def _load_model(self) -> None:
         from transformers.utils import logging as transformers_logging

@@ -143,6 +143,8 @@ async def _run(service: Service, rpc: RpcConfig, metrics_config: MetricsConfig) 
         _logger.warning("serving plain text on %s: anybody who reaches it can call", address)
     if rpc.ready_file:
         write_ready_file(Path(rpc.ready_file), address, metrics_address)
+    if metrics_address:
+        _logger.info("metrics on http://%s/metrics", metrics_address)
     _logger.info("listening on %s, loading", address)
     code = await _start(service, stop)
     if code is None:

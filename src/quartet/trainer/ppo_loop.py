@@ -17,6 +17,7 @@ from quartet.config import PpoConfig
 from quartet.config.derive import groups_in_flight, needs_groups, samples_per_rollout
 from quartet.data.samples import Prompt
 from quartet.errors import FatalError, InfraError
+from quartet.obs.metrics import POLICY_VERSION
 from quartet.trainer.checkpoints import Checkpoints
 from quartet.trainer.drops import Drops
 from quartet.trainer.generation import Generation, GenerationSettings
@@ -200,6 +201,7 @@ class PpoLoop:
                     reason="PUSH_FAILED",
                 )
         self._policy_version = version
+        POLICY_VERSION.set(version)
         self._pushes += 1
 
     async def _send(self, version: int, when: str) -> str:

@@ -106,6 +106,13 @@ def test_what_the_launcher_writes_is_read_back_and_valid(role: Role):
     assert list(problems(again)) == []
 
 
+def test_services_export_metrics_on_ports_of_their_own_when_the_trainer_does():
+    assert serve_config_for("rollout", PPO).metrics.port is None
+    flags = {"metrics.port": 9100, "metrics.host": "::1"}
+    serve = serve_config_for("rollout", build(PpoConfig, flags, {}))
+    assert (serve.metrics.port, serve.metrics.host) == (0, "::1")
+
+
 def test_a_method_without_the_role():
     with pytest.raises(ValueError, match="SftConfig has no rollout service"):
         serve_config_for("rollout", SftConfig())

@@ -107,6 +107,9 @@ def test_prometheus_serves_values_and_totals():
     assert 'quartet_trainer_samples_dropped_total{reason="x"} 3.0' in page
     assert "quartet_trainer_samples_total 12.0" in page
     assert "quartet_trainer_global_step 2.0" in page
+    # What this process counts beside the steps is there too.
+    assert "# TYPE quartet_policy_version gauge" in page
+    assert "# TYPE quartet_rpc_client_retries_total counter" in page
 
 
 def test_one_broken_sink_does_not_keep_others_open():

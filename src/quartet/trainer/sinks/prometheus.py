@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from quartet.errors import ConfigError
+from quartet.obs.metrics import REGISTRY
 from quartet.trainer.sinks.base import Kind, SampleText
 
 
@@ -20,6 +21,8 @@ class PrometheusSink:
             ConfigError: the port is taken.
         """
         registry = CollectorRegistry()
+        # What this process does apart from steps: calls tried again, the version pushed last.
+        registry.register(REGISTRY)
         self._value = Gauge(
             "quartet_trainer_metric",
             "Latest value of a metric, by its name in metrics.jsonl.",
