@@ -300,9 +300,11 @@ async def test_stream_fails_with_its_error_after_some_answers() -> None:
 
     fake = FakeRef()
     fake.script.fail("ComputeLogprobs", DataError("third", sample_id="c"), after=2)
+    # So long that each travels in a message of its own.
+    chunk = SequenceBatch.of([[1] * (policy.CHUNK_BYTES // 4)])
     async with loopback(fake) as address, RefClient(address) as client:
         with pytest.raises(DataError, match="third"):
-            await client.compute_logprobs([SequenceBatch.of([[1, 2]])] * 5)
+            await client.compute_logprobs([chunk] * 5)
     assert fake.script.count("ComputeLogprobs") == 3
 
 
