@@ -1,8 +1,6 @@
 """`python -m quartet`."""
 
-import sys
-
-from quartet.cli import main
+from quartet.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()
