@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quartet.errors import RequestError
+from quartet.errors import ConfigError, RequestError
 from quartet.types import (
     DpoLoss,
     ForwardOutput,
@@ -74,14 +74,41 @@ def used_fields(loss: Loss, samples: TrainSamples) -> tuple[str, ...]:
     return (*needed, *(name for name in logged if name in there and name not in needed))
 
 
-def check_run(spec: RunSpec) -> None:
-    """Raise RequestError for an optimizer that the learner does not have."""
+def check_run(spec: RunSpec, experts_taken: int, *, reentrant: bool = False) -> None:
+    """Raise for what the learner cannot do in a run.
+
+    Args:
+        spec: the run.
+        experts_taken: by each token; 0 for a model without a router.
+        reentrant: whether gradients are checkpointed in the reentrant way.
+
+    Raises:
+        RequestError: there is no such optimizer.
+        ConfigError: a router loss that this model cannot have.
+    """
     if spec.optimizer.type != "adam":
         raise _wrong(
             f"the learner has no optimizer {spec.optimizer.type}",
             "optimizer.type",
             spec.optimizer.type,
             "use adam",
+        )
+    if spec.with_router_loss:
+        _check_router_loss(experts_taken, reentrant)
+
+
+def _check_router_loss(experts_taken: int, reentrant: bool) -> None:
+    if not experts_taken:
+        raise ConfigError(
+            "the model has no router, so it has no balance loss",
+            field="aux_loss_coef",
+            remedy="leave it at 0, or train a mixture of experts",
+        )
+    if reentrant:
+        raise ConfigError(
+            "the balance loss has no gradient under reentrant gradient checkpointing",
+            field="aux_loss_coef",
+            remedy="leave gradient_checkpointing_reentrant away",
         )
 
 
@@ -98,8 +125,14 @@ def check_forward(request: ForwardRequest, output: ForwardOutput) -> None:
         raise _wrong("only head lm has an entropy", "with_entropy", "true", "ask for output alone")
 
 
-def check_loss(loss: Loss, head: Head) -> None:
-    """Raise RequestError for a loss that does not fit the head, or constants out of range."""
+def check_loss(loss: Loss, head: Head, *, routed: bool = False) -> None:
+    """Raise RequestError for a loss that does not fit head or run, or constants out of range.
+
+    Args:
+        loss: of the step.
+        head: of this learner.
+        routed: whether the run was started with the loss of a router.
+    """
     if HEADS[type(loss)] is not head:
         raise _wrong(
             f"a {type(loss).__name__} trains head {HEADS[type(loss)]}, this learner has {head}",
@@ -107,12 +140,12 @@ def check_loss(loss: Loss, head: Head) -> None:
             value=type(loss).__name__,
             remedy=f"send it to a learner with --learner.head {HEADS[type(loss)]}",
         )
-    if loss.aux_loss_coef != 0:
+    if loss.aux_loss_coef != 0 and not routed:
         raise _wrong(
-            "the learner has no router loss",
+            "the run was not started with a router loss",
             field="loss.aux_loss_coef",
             value=str(loss.aux_loss_coef),
-            remedy="set aux_loss_coef to 0",
+            remedy="set with_router_loss in StartRun, or aux_loss_coef to 0",
         )
     if isinstance(loss, PolicyLoss):
         _check_policy_loss(loss)

@@ -53,7 +53,12 @@ class Conductor:
 
     def start_run(self, request: StartRunRequest) -> StartRunResult:
         """Begin a run, or go on with the one of that name."""
-        checks.check_run(request.spec)
+        settings = self.engine.settings
+        checks.check_run(
+            request.spec,
+            self.engine.model.experts_taken,
+            reentrant=settings.gradient_checkpointing and settings.gradient_checkpointing_reentrant,
+        )
         return self._on_all_ranks("start_run", request.spec)
 
     def train(self, step: TrainStep, parts: Sequence[TrainSamples]) -> TrainResult:
@@ -74,7 +79,7 @@ class Conductor:
                 remedy="read optimizer_steps with GetInfo, and load the checkpoint that fits",
             )
         engine = self.engine
-        checks.check_loss(step.loss, engine.settings.head)
+        checks.check_loss(step.loss, engine.settings.head, routed=run.spec.with_router_loss)
         checks.check_samples(step.loss, parts)
         joined = samples.join(parts)
         checks.check_joined(step.loss, joined, engine.model.vocabulary, engine.max_length)

@@ -91,15 +91,15 @@ def _one_pass(
     if output is ForwardOutput.REWARDS:
         places = np.arange(len(sequences), dtype=np.int64)
         last = torch.from_numpy(sequences.offsets[1:] - 1).to(device)
-        rewards, _ = model(inputs, inputs.places[last])
+        rewards, *_ = model(inputs, inputs.places[last])
         return places, rewards.float().cpu()[None]
     places = predicted_tokens(sequences)
     rows = inputs.places[torch.from_numpy(places - 1).to(device)]
     if output is ForwardOutput.VALUES:
-        values, _ = model(inputs, rows)
+        values, *_ = model(inputs, rows)
         return places, values.float().cpu()[None]
     targets = torch.from_numpy(sequences.token_ids[places].astype(np.int64)).to(device)
-    logprobs, entropy = model(
+    logprobs, entropy, _ = model(
         inputs, rows, targets=targets, temperature=temperature, with_entropy=with_entropy
     )
     both = [logprobs] if entropy is None else [logprobs, entropy]

@@ -52,16 +52,26 @@ class MicroBatch:
     """[M] int64: the tokens they predict (head lm)."""
     tokens: TokenBatch
     margins: Tensor | None
+    owners: Tensor | None
+    """[N] int64: the sequence of each token, where the loss has a part of the router's."""
+    weights: Tensor | None
+    """[B] fp32 tokens of each sequence, beside `owners`; 0 in an empty micro-batch."""
 
 
 def step_counts(samples: TrainSamples, loss: Loss) -> StepCounts:
     """Sizes of the whole step, from all of its samples."""
     sequences = samples.sequences
     pairs = len(sequences) // 2 if comes_in_pairs(loss) else 0
+    whole = sequences.num_tokens
     if isinstance(loss, PairwiseLoss) or samples.action_mask is None:
-        return StepCounts(tokens=sequences.num_tokens, sequences=len(sequences), pairs=pairs)
+        return StepCounts(tokens=whole, sequences=len(sequences), pairs=pairs, all_tokens=whole)
     trained = np.add.reduceat(samples.action_mask.astype(np.int64), sequences.offsets[:-1])
-    return StepCounts(tokens=int(trained.sum()), sequences=int((trained > 0).sum()), pairs=pairs)
+    return StepCounts(
+        tokens=int(trained.sum()),
+        sequences=int((trained > 0).sum()),
+        pairs=pairs,
+        all_tokens=whole,
+    )
 
 
 def make_micro_batch(
@@ -96,6 +106,8 @@ def make_micro_batch(
         if name in fields
     }
     owners = np.repeat(np.arange(len(sequences), dtype=np.int64), sequences.lengths)
+    routed = loss.aux_loss_coef != 0
+    weights = sequences.lengths.astype(np.float32) * (not empty)
     return MicroBatch(
         inputs=inputs,
         rows=inputs.places[on_device(places)],
@@ -104,28 +116,41 @@ def make_micro_batch(
             segments=on_device(owners[trained]), num_sequences=len(sequences), **numbers
         ),
         margins=None if samples.margins is None else on_device(samples.margins.astype(np.float32)),
+        owners=on_device(owners) if routed else None,
+        weights=on_device(weights) if routed else None,
     )
 
 
 def run_micro_batch(model: Any, batch: MicroBatch, loss: Loss, counts: StepCounts) -> LossOutput:
     """Forward pass through `model` (a TrainedModel, or DeepSpeed's engine around one) and loss."""
-    if isinstance(loss, PairwiseLoss):
-        rewards, _ = model(batch.inputs, batch.rows)
-        return pairwise_loss(loss, rewards, batch.margins, counts)
-    if isinstance(loss, ValueLoss):
-        values, _ = model(batch.inputs, batch.rows)
-        return value_loss(loss, batch.tokens, values.float(), counts)
     temperature, with_entropy = 1.0, False
     if isinstance(loss, PolicyLoss):
         temperature, with_entropy = loss.temperature, loss.entropy_coef is not None
-    logprobs, entropy = model(
+    outputs, entropy, balance = model(
         batch.inputs,
         batch.rows,
         targets=batch.targets,
         temperature=temperature,
         with_entropy=with_entropy,
+        owners=batch.owners,
     )
-    return _lm_loss(loss, batch.tokens, logprobs, entropy, counts)
+    if isinstance(loss, PairwiseLoss):
+        out = pairwise_loss(loss, outputs, batch.margins, counts)
+    elif isinstance(loss, ValueLoss):
+        out = value_loss(loss, batch.tokens, outputs.float(), counts)
+    else:
+        out = _lm_loss(loss, batch.tokens, outputs, entropy, counts)
+    if balance is None or batch.weights is None:
+        return out
+    return _with_balance(out, loss, (balance * batch.weights).sum() / counts.all_tokens)
+
+
+def _with_balance(out: LossOutput, loss: Loss, balance: Tensor) -> LossOutput:
+    """Add this micro-batch's part of the router's loss; the metric is without coefficient."""
+    return LossOutput(
+        loss=out.loss + loss.aux_loss_coef * balance,
+        metrics={**out.metrics, "aux_loss": balance.detach()},
+    )
 
 
 def _lm_loss(

@@ -14,6 +14,7 @@ from quartet.nn import ModelInputs, selective_logprobs
 from quartet.nn.loading import attention_kernels, loading_error, pick_device
 from quartet.nn.logprobs import LmHead, lm_head_of
 from quartet.types import Head
+from quartet_learner.losses import balance_by_sequence
 from quartet_learner.settings import LearnerSettings
 
 
@@ -58,7 +59,8 @@ class TrainedModel(nn.Module):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         with_entropy: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        owners: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Outputs of the head at the places `rows`.
 
         Args:
@@ -67,22 +69,39 @@ class TrainedModel(nn.Module):
             targets: [M] int64, head lm: the tokens whose log-probabilities are asked for.
             temperature: head lm: divisor of the logits.
             with_entropy: head lm: entropies as well.
+            owners: [N] int64 the sequence of each token: the router's balance loss as well.
 
         Returns:
-            [M] fp32 log-probabilities, or [M] outputs of the scalar head; [M] entropies or None.
+            [M] fp32 log-probabilities, or [M] outputs of the scalar head; [M] entropies or None;
+            [B] fp32 balance loss of each sequence, or None.
         """
+        options = {} if owners is None else {"output_router_logits": True}
         out = self.hf.base_model(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             position_ids=inputs.position_ids,
             use_cache=False,
+            **options,
         )
+        balance = None
+        if owners is not None:
+            balance = balance_by_sequence(
+                out.router_logits, inputs.places, owners, int(owners[-1]) + 1, self.experts_taken
+            )
         hidden = out.last_hidden_state.flatten(0, 1).index_select(0, rows)
         if self.scorer is not None:
             if targets is None:
                 raise ValueError("head lm needs targets")
-            return self.scorer(hidden, targets, temperature, with_entropy)
-        return self.hf.score(hidden).squeeze(-1), None
+            return (*self.scorer(hidden, targets, temperature, with_entropy), balance)
+        return self.hf.score(hidden).squeeze(-1), None, balance
+
+    @property
+    def experts_taken(self) -> int:
+        """Experts that the router sends a token to; 0 for a model without a router."""
+        if "router_logits" not in (getattr(self.hf.base_model, "_can_record_outputs", None) or {}):
+            return 0
+        config = self.hf.config.get_text_config()
+        return int(getattr(config, "num_experts_per_tok", 0) or 0)
 
     @property
     def vocabulary(self) -> int:

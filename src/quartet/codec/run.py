@@ -120,6 +120,7 @@ def encode_run_spec(spec: RunSpec, request_id: str = "") -> pb.StartRunRequest:
         max_norm=spec.max_norm,
         seed=spec.seed,
         full_determinism=spec.full_determinism,
+        with_router_loss=spec.with_router_loss,
     )
 
 
@@ -133,6 +134,7 @@ def decode_run_spec(message: pb.StartRunRequest) -> RunSpec:
         max_norm=message.max_norm,
         seed=message.seed,
         full_determinism=message.full_determinism,
+        with_router_loss=message.with_router_loss,
     )
 
 

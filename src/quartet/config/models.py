@@ -37,7 +37,8 @@ class ActorConfig(OptimizerFields):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
     """How token losses become one number. gspo always takes the mean over sequences."""
     aux_loss_coef: float = 0.0
-    """Weight of a mixture-of-experts router's balance loss, in policy and critic."""
+    """Weight of a mixture-of-experts router's balance loss, in the policy, and in a critic that
+    starts from the same model."""
     entropy_coef: float | None = None
     """Entropy bonus. None: entropy is not computed. 0: it is computed and logged only."""
     freeze_visual_encoder: bool = False

@@ -45,10 +45,6 @@ _NO_RING = Refusal(
 _NO_MUON = Refusal(
     why="the learner optimises with AdamW only in this release", instead="leave the flag away"
 )
-_NO_AUX = Refusal(
-    why="a router's balance loss is not in this release",
-    instead="leave it at 0; a mixture of experts trains without it",
-)
 _NO_EMA = Refusal(why="averaged weights are not in this release", instead="leave the flag away")
 
 REFUSED: Mapping[str, Refusal] = {
@@ -105,22 +101,6 @@ REFUSED: Mapping[str, Refusal] = {
         why="ModelScope downloads are not in this release",
         instead="download the model first and give its folder",
     ),
-    "eval.dataset": Refusal(
-        why="PPO does not evaluate during training in this release",
-        instead="leave the flag away; reward and samples are logged at each step",
-    ),
-    "eval.temperature": Refusal(
-        why="PPO does not evaluate during training in this release", instead="leave the flag away"
-    ),
-    "eval.n_samples_per_prompt": Refusal(
-        why="PPO does not evaluate during training in this release", instead="leave the flag away"
-    ),
-    "eval.steps": Refusal(
-        why="PPO does not evaluate during training in this release", instead="leave it at -1"
-    ),
-    "eval.split": Refusal(
-        why="PPO does not evaluate during training in this release", instead="leave the flag away"
-    ),
     "ckpt.best_metric_key": Refusal(
         why="the best checkpoint is known from evaluation, which is not in this release",
         instead="leave the flag away",
@@ -145,17 +125,12 @@ REFUSED: Mapping[str, Refusal] = {
         for prefix in ("", "actor.", "critic.")
         for name in ("optim", "muon.lr", "muon.momentum", "muon.ns_steps", "muon.nesterov")
     },
-    "actor.aux_loss_coef": _NO_AUX,
-    "model.aux_loss_coef": _NO_AUX,
     "local_rank": Refusal(
         why="Quartet starts its own processes",
         instead="start `quartet train` once, without deepspeed or torchrun",
     ),
 }
 """Flags refused at any other value than their default."""
-
-_PPO_ONLY = frozenset({"eval.dataset", "eval.steps", "eval.split"})
-"""Flags that only PPO refuses."""
 
 EXPLAINED: Mapping[str, str] = {
     "actor.num_nodes": "The trainer starts services on its own machine; for others give "
@@ -190,6 +165,12 @@ EXPLAINED: Mapping[str, str] = {
     "attention, and the service says so.",
     "model.loss_type": "sigmoid or logexp; OpenRLHF takes any other word for logexp.",
     "critic.model_name_or_path": "Only gae has a critic.",
+    "actor.aux_loss_coef": "The mean over sequences of each one's balance loss, by tokens, so it "
+    "does not depend on the cut into micro-batches; OpenRLHF takes one of each micro-batch.",
+    "model.aux_loss_coef": "The mean over sequences of each one's balance loss, by tokens, so it "
+    "does not depend on the cut into micro-batches; OpenRLHF takes one of each micro-batch.",
+    "eval.n_samples_per_prompt": "Rewards give pass1 and pass<n> as in OpenRLHF; scores of 0 and 1 "
+    "also give the unbiased pass_at_<k>.",
     "ckpt.load_enable": "An error where there is no checkpoint, rather than a fresh start.",
     "ckpt.max_num": "The oldest goes when the new one is whole; copies of --ckpt.save_hf go with "
     "their checkpoint.",
@@ -197,19 +178,11 @@ EXPLAINED: Mapping[str, str] = {
 """Flags that are accepted, with what is different here."""
 
 
-def refusal(name: str, cls: type) -> Refusal | None:
-    """The refusal of a flag in a command, if any."""
-    if name in _PPO_ONLY and cls is not PpoConfig:
-        return None
-    return REFUSED.get(name)
-
-
 def unsupported(config: Any) -> Iterator[ConfigError]:
     """The error for every value that this build cannot honour."""
-    cls = type(config)
-    defaults = flat(cls())
+    defaults = flat(type(config)())
     for name, default in defaults.items():
-        reason = refusal(name, cls)
+        reason = REFUSED.get(name)
         value = value_of(config, name)
         if reason is not None and value != default:
             shown = None if isinstance(value, bool) else value

@@ -13,7 +13,7 @@ from quartet.trainer.checkpoints import Restored
 from quartet.trainer.ledger import Ledger
 from quartet.trainer.rooms import Players, Trainee
 from quartet.trainer.schedule import PpoSchedule
-from quartet.trainer.settings import policy_loss, run_spec, value_loss
+from quartet.trainer.settings import critic_aux_loss_coef, policy_loss, run_spec, value_loss
 from quartet.trainer.shaping import Lesson
 from quartet.trainer.training import (
     Training,
@@ -64,9 +64,11 @@ class PpoLearners:
         """Build optimizers and schedules for the steps that this run will really have."""
         train, schedule = self._config.train, self._schedule
         async with asyncio.TaskGroup() as tasks:
-            for training, optimizer, steps in (
-                (self.policy, self._config.actor, schedule.policy_steps),
-                (self.critic, self._config.critic, schedule.critic_steps),
+            actor, critic = self._config.actor, self._config.critic
+            critic_aux = critic_aux_loss_coef(self._config)
+            for training, optimizer, steps, aux in (
+                (self.policy, actor, schedule.policy_steps, actor.aux_loss_coef),
+                (self.critic, critic, schedule.critic_steps, critic_aux),
             ):
                 if training is not None:
                     spec = run_spec(
@@ -75,6 +77,7 @@ class PpoLearners:
                         total_steps=steps,
                         seed=train.seed,
                         full_determinism=train.full_determinism_enable,
+                        aux_loss_coef=aux,
                     )
                     tasks.create_task(training.start(spec))
 

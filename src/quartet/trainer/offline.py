@@ -118,6 +118,7 @@ class OfflineLoop(Generic[Row]):
                     total_steps=self._total,
                     seed=config.train.seed,
                     full_determinism=config.train.full_determinism_enable,
+                    aux_loss_coef=self._lessons.loss.aux_loss_coef,
                 )
             )
         for first, epoch in self._epochs(behind):

@@ -8,7 +8,7 @@ from quartet.config import (
     OptimizerFields,
     PpoConfig,
 )
-from quartet.config.derive import clip_band, correction_band
+from quartet.config.derive import clip_band, correction_band, critic_model
 from quartet.types import (
     KlLoss,
     MismatchCorrection,
@@ -28,8 +28,12 @@ def run_spec(
     total_steps: int,
     seed: int,
     full_determinism: bool = False,
+    aux_loss_coef: float = 0.0,
 ) -> RunSpec:
-    """What StartRun needs, from the optimizer's flags and the known number of steps."""
+    """What StartRun needs, from the optimizer's flags and the known number of steps.
+
+    `aux_loss_coef` is that of the losses to come: a model without a router refuses the run.
+    """
     return RunSpec(
         run_id=run_id,
         optimizer=OptimizerConfig(
@@ -49,6 +53,7 @@ def run_spec(
         max_norm=optimizer.max_norm,
         seed=seed,
         full_determinism=full_determinism,
+        with_router_loss=aux_loss_coef != 0,
     )
 
 
@@ -94,7 +99,18 @@ def mismatch_correction(advantage: AdvantageConfig) -> MismatchCorrection | None
 
 def value_loss(config: PpoConfig) -> ValueLoss:
     """The critic's loss."""
-    return ValueLoss(value_clip=config.critic.value_clip, aux_loss_coef=config.actor.aux_loss_coef)
+    return ValueLoss(
+        value_clip=config.critic.value_clip, aux_loss_coef=critic_aux_loss_coef(config)
+    )
+
+
+def critic_aux_loss_coef(config: PpoConfig) -> float:
+    """The policy's weight of a router's loss, for a critic that starts from the same model.
+
+    A critic from elsewhere, a reward model for example, may well have no router.
+    """
+    same = critic_model(config) == config.actor.model_name_or_path
+    return config.actor.aux_loss_coef if same else 0.0
 
 
 def _muon(muon: MuonConfig) -> MuonSettings:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.errors import FatalError
+from quartet.errors import ConfigError, FatalError, RequestError, StateError
 from quartet.trainer.ledger import Ledger
 from quartet.trainer.rooms import Trainee
 from quartet.trainer.seeds import generator
@@ -113,9 +113,16 @@ class Training:
         """Build optimizer and schedule.
 
         Raises:
+            ConfigError: the learner cannot do what the flags ask for with its model.
             FatalError: the learner has steps of this run behind it that nobody knows of.
         """
-        started = await self.trainee.start_run(spec)
+        try:
+            started = await self.trainee.start_run(spec)
+        except StateError:
+            raise
+        except RequestError as error:
+            # Nothing in a run's spec but comes from a flag.
+            raise ConfigError(error.message, info=error.info) from error
         if started.optimizer_steps:
             raise FatalError(
                 f"the {self.settings.role} has {started.optimizer_steps} optimizer steps of the "

@@ -158,6 +158,8 @@ class RunSpec:
     max_norm: float = 1.0
     seed: int = 42
     full_determinism: bool = False
+    with_router_loss: bool = False
+    """Losses of this run have an aux_loss_coef. A model without a router refuses the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -100,6 +100,7 @@ def make_engine(tiny_model_dir: Path, group: Any) -> Callable[..., Any]:
         seed: int = 42,
         run_id: str = "run",
         full_determinism: bool = False,
+        with_router_loss: bool = False,
         **settings: Any,
     ) -> LearnerEngine:
         source = str(model or tiny_model_dir)
@@ -112,6 +113,7 @@ def make_engine(tiny_model_dir: Path, group: Any) -> Callable[..., Any]:
                 max_norm=max_norm,
                 seed=seed,
                 full_determinism=full_determinism,
+                with_router_loss=with_router_loss,
             )
         )
         return engine
@@ -126,3 +128,27 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
     named = dict(engine.model.hf.named_parameters())
     with whole(named.values()):
         return {name: p.detach().float().cpu().clone() for name, p in named.items()}
+
+
+@pytest.fixture(scope="session")
+def tiny_moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Mixtral of four experts, two of which each token takes."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "moe"
+    config = MixtralConfig(
+        vocab_size=384,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        MixtralForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -206,7 +206,7 @@ def test_forward_and_run():
         optimizer=OptimizerConfig(type="muon", muon=MuonConfig()),
         schedule=ScheduleConfig(),
     )
-    assert refuse(checks.check_run, muon).info.field == "optimizer.type"
+    assert refuse(checks.check_run, muon, 0).info.field == "optimizer.type"
 
 
 def test_join_and_take_are_inverse():

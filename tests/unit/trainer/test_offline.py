@@ -10,6 +10,7 @@ import pytest
 from quartet.config import (
     CkptConfig,
     EvalConfig,
+    PpoConfig,
     PreferenceDataConfig,
     RmConfig,
     RmModelConfig,
@@ -19,10 +20,12 @@ from quartet.config import (
     TrainConfig,
 )
 from quartet.data import PreferencePair, TokenSample
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, RequestError
 from quartet.obs.progress import Progress
 from quartet.trainer import rm, sft
 from quartet.trainer.offline import Lessons, OfflineLoop, in_calls
+from quartet.trainer.settings import run_spec, value_loss
+from quartet.trainer.training import Training, TrainingSettings
 from quartet.types import ForwardOutput, ForwardResult, Head, PairwiseLoss, SftLoss
 from tests.unit.trainer.players import Cast, FakeTrainee, logprobs_of
 
@@ -271,3 +274,31 @@ def test_rm_explains_its_own_evaluation_set(tmp_path, tiny_model_dir, progress):
     job = rm.prepare(config, progress)
     assert "head: reward" in job.services[0].settings
     assert "of the first 100 training pairs" in said(progress)
+
+
+async def test_what_the_learner_refuses_at_the_start_is_an_error_of_the_flags():
+    class DenseTrainee(FakeTrainee):
+        async def start_run(self, spec):
+            assert spec.with_router_loss
+            raise RequestError("the model has no router", field="aux_loss_coef", remedy="0")
+
+    spec = run_spec("r", SftConfig(), total_steps=1, seed=0, aux_loss_coef=0.1)
+    trainee = DenseTrainee()
+    training = Training(
+        TrainingSettings(role="learner", request_prefix="r", seed=0, batch_size=1),
+        trainee,
+        ledger=None,
+    )
+    with pytest.raises(ConfigError, match="no router") as caught:
+        await training.start(spec)
+    assert caught.value.info.field == "aux_loss_coef"
+    assert not run_spec("r", SftConfig(), total_steps=1, seed=0).with_router_loss
+
+
+def test_a_critic_from_elsewhere_has_no_router_loss():
+    config = PpoConfig()
+    actor = replace(config.actor, model_name_or_path="/policy", aux_loss_coef=0.1)
+    own = replace(config, actor=actor)
+    assert value_loss(own).aux_loss_coef == 0.1
+    other = replace(own, critic=replace(config.critic, model_name_or_path="/rm"))
+    assert value_loss(other).aux_loss_coef == 0.0

@@ -4,6 +4,7 @@ To add one: its function in a file of its own, and its line in microbatch.run_mi
 """
 
 from quartet_learner.losses.aggregation import token_weights
+from quartet_learner.losses.balance import balance_by_sequence
 from quartet_learner.losses.base import LossOutput, StepCounts, TokenBatch
 from quartet_learner.losses.correction import correction_weights
 from quartet_learner.losses.dpo import dpo_loss
@@ -17,6 +18,7 @@ __all__ = [
     "LossOutput",
     "StepCounts",
     "TokenBatch",
+    "balance_by_sequence",
     "correction_weights",
     "dpo_loss",
     "kl_estimate",

@@ -30,6 +30,8 @@ class StepCounts:
     """Sequences with at least one trained token."""
     pairs: int = 0
     """Pairs, for the losses that compare two sequences."""
+    all_tokens: int = 0
+    """Tokens of all sequences, trained or not: a router sends every one of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

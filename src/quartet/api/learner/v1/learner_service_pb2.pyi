@@ -303,7 +303,7 @@ Global___ScheduleConfig: _TypeAlias = ScheduleConfig  # noqa: Y015
 @_typing.final
 class StartRunRequest(_message.Message):
     """Request of StartRun.
-    Next ID: 8.
+    Next ID: 9.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -315,6 +315,7 @@ class StartRunRequest(_message.Message):
     MAX_NORM_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     FULL_DETERMINISM_FIELD_NUMBER: _builtins.int
+    WITH_ROUTER_LOSS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Does not change when the call is retried."""
     run_id: _builtins.str
@@ -325,6 +326,8 @@ class StartRunRequest(_message.Message):
     """Seed of everything random in the learner (head initialisation, dropout)."""
     full_determinism: _builtins.bool
     """Make results repeat bit for bit on the same machine."""
+    with_router_loss: _builtins.bool
+    """Losses of this run have an aux_loss_coef. A model without a router refuses the run."""
     @_builtins.property
     def optimizer(self) -> Global___OptimizerConfig:
         """Optimizer."""
@@ -343,10 +346,11 @@ class StartRunRequest(_message.Message):
         max_norm: _builtins.float = ...,
         seed: _builtins.int = ...,
         full_determinism: _builtins.bool = ...,
+        with_router_loss: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_determinism", b"full_determinism", "max_norm", b"max_norm", "optimizer", b"optimizer", "request_id", b"request_id", "run_id", b"run_id", "schedule", b"schedule", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_determinism", b"full_determinism", "max_norm", b"max_norm", "optimizer", b"optimizer", "request_id", b"request_id", "run_id", b"run_id", "schedule", b"schedule", "seed", b"seed", "with_router_loss", b"with_router_loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
