@@ -24,6 +24,9 @@ from quartet.types import (
     ScoreResult,
 )
 
+# Made once: `json.dumps` with these arguments makes an encoder each time.
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
 
 def encode_reward_info(info: RewardInfo) -> pb.GetInfoResponse:
     """Encode the answer of GetInfo."""
@@ -51,7 +54,7 @@ def decode_reward_info(message: pb.GetInfoResponse) -> RewardInfo:
 def encode_score_item(item: ScoreItem) -> pb.ScoreItem:
     """Encode one completion. Raises RequestError when the label is no JSON value."""
     try:
-        label = json.dumps(item.label, ensure_ascii=False, allow_nan=False)
+        label = _JSON.encode(item.label)
     except (TypeError, ValueError) as error:
         raise invalid("label", item.label, f"of {item.sample_id} is no JSON: {error}") from error
     return pb.ScoreItem(

@@ -246,8 +246,9 @@ def decode_completion(message: pb.Completion, field: str = "completion") -> Comp
         )
     return Completion(
         sample_id=message.sample_id,
-        token_ids=np.array(message.token_ids, np.int32),
-        logprobs=np.array(message.logprobs, np.float32),
+        # `fromiter`: `array` takes nearly twice as long with a repeated field.
+        token_ids=np.fromiter(message.token_ids, np.int32, count),
+        logprobs=np.fromiter(message.logprobs, np.float32, count),
         finish_reason=decode_finish_reason(message.finish_reason, f"{field}.finish_reason"),
         versions=spans,
     )
