@@ -9,7 +9,7 @@ from pathlib import Path
 from quartet import config
 from quartet.config.aliases import aliases_of
 from quartet.config.help import docstring, shown_default
-from quartet.config.support import EXPLAINED, refusal
+from quartet.config.support import EXPLAINED, REFUSED
 from quartet.config.tree import Leaf, flat, leaves
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def _row(leaf: Leaf, default: object, cls: type, known: frozenset[str]) -> str:
     names = (leaf.name, *aliases_of(leaf.name, cls))
     flags = " ".join(f"`--{name}`" for name in names)
     text = docstring(leaf)
-    reason = refusal(leaf.name, cls)
+    reason = REFUSED.get(leaf.name)
     if reason is not None:
         status, text = "refused", f"{text} {_sentence(reason.why)} {_sentence(reason.instead)}"
     elif known.isdisjoint(names):

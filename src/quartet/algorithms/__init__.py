@@ -22,6 +22,7 @@ from quartet.algorithms.kl import (
     approx_kl,
     make_kl_controller,
 )
+from quartet.algorithms.passes import pass_at_k
 from quartet.algorithms.ragged import last_action, row_means, row_sums
 from quartet.algorithms.returns import Spans, discounted_returns, gae
 from quartet.algorithms.shaping import (
@@ -56,6 +57,7 @@ __all__ = [
     "last_action",
     "make_kl_controller",
     "overlong_penalty",
+    "pass_at_k",
     "row_means",
     "row_sums",
     "stop_properly_penalty",

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from quartet.config.aliases import aliases_of
-from quartet.config.support import EXPLAINED, refusal
+from quartet.config.support import EXPLAINED, REFUSED
 from quartet.config.tree import Leaf, flat, leaves
 
 GENERAL = """\
@@ -88,7 +88,7 @@ def _flag_lines(leaf: Leaf, default: Any, cls: type, width: int) -> Iterator[str
     spellings = ", ".join(f"--{name}" for name in (leaf.name, *aliases_of(leaf.name, cls)))
     yield f"  {spellings}" + ("" if leaf.is_bool else f" {leaf.type_name}")
     text = docstring(leaf)
-    reason = refusal(leaf.name, cls)
+    reason = REFUSED.get(leaf.name)
     if reason is not None:
         text += f" Not in this release: {reason.instead}."
     elif leaf.name in EXPLAINED and EXPLAINED[leaf.name] not in text:

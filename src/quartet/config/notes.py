@@ -159,6 +159,8 @@ def _ignored(config: TrainerConfig, given: set[str]) -> Iterator[str]:
             yield "train.micro_batch_size: micro-batches are filled by tokens instead."
     elif {"train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"} & given:
         yield "train.max_tokens_per_gpu: no effect without --train.dynamic_batch_enable."
+    if config.eval.dataset and config.eval.steps < 1:
+        yield "eval.dataset: PPO evaluates only with --eval.steps N, so it is not used."
     for role in ("reward", "critic", "ref", "actor"):
         address = config.learner.address if role == "actor" else getattr(config, role).address
         if address and f"{role}.num_gpus_per_node" in given:

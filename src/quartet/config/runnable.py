@@ -157,6 +157,7 @@ def _inputs(config: TrainerConfig) -> Iterator[ConfigError]:
             yield from _model("reward.model_name_or_path", config.reward.model_name_or_path)
             yield from _reward_file(config.reward.remote_url)
         yield from _datasets("data.prompt_dataset", config.data.prompt_dataset)
+        yield from _datasets("eval.dataset", config.eval.dataset)
         return
     yield from _model("model.model_name_or_path", trained_model(config))
     if isinstance(config, DpoConfig):

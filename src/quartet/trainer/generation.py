@@ -115,9 +115,9 @@ class Generation:
         lost: list[DroppedSample] = []
         for group, asked, answer in zip(groups, requests, result.groups, strict=True):
             for name, completion in zip(asked.sample_ids, answer.completions, strict=True):
-                problem = _unusable(completion)
+                problem = unusable(completion)
                 if problem is None:
-                    group.samples.append(_sample(name, group, completion, result.replica))
+                    group.samples.append(sample_of(name, group, completion, result.replica))
                 else:
                     reason, message = problem
                     lost.append(DroppedSample(sample_id=name, reason=reason, message=message))
@@ -166,8 +166,12 @@ class Generation:
             )
 
 
-def _unusable(completion: Completion) -> tuple[str, str] | None:
-    """(reason, message) when a completion cannot be trained on."""
+def unusable(completion: Completion) -> tuple[str, str] | None:
+    """(reason, message) when a completion is none.
+
+    Raises:
+        FatalError: the engine says that going on makes no sense.
+    """
     failure = completion.failure
     if failure is not None:
         if failure.error_class == FatalError.error_class:
@@ -180,7 +184,12 @@ def _unusable(completion: Completion) -> tuple[str, str] | None:
     return None
 
 
-def _sample(name: str, group: Group, completion: Completion, replica: str) -> Sample:
+def sample_of(name: str, group: Group, completion: Completion, replica: str) -> Sample:
+    """The sample that a completion of a group's prompt makes.
+
+    Raises:
+        FatalError: its log-probabilities are not finite.
+    """
     prompt = np.asarray(group.prompt.token_ids, np.int32)
     if not np.isfinite(completion.logprobs).all():
         raise FatalError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from quartet.config import PpoConfig
-from quartet.data import fingerprint_of, load_prompts
+from quartet.data import Prompt, Source, eval_source, fingerprint_of, load_prompts
 from quartet.obs.progress import Progress
 from quartet.trainer.inputs import policy_tokenizer, say_report
 from quartet.trainer.ppo_loop import PpoInputs, PpoLoop
@@ -41,18 +41,27 @@ def read_inputs(config: PpoConfig, progress: Progress) -> PpoInputs:
     """Tokenizer and prompts."""
     tokenizer = policy_tokenizer(config)
     max_new_tokens = config.rollout.max_new_tokens or 1
-    built = load_prompts(
-        config.data,
-        tokenizer,
-        max_prompt_tokens=config.data.max_len - max_new_tokens,
-        seed=config.train.seed,
-    )
+
+    def load(source: Source | None) -> list[Prompt]:
+        """The prompts of a data set; None is the one to train on."""
+        built = load_prompts(
+            config.data,
+            tokenizer,
+            max_prompt_tokens=config.data.max_len - max_new_tokens,
+            seed=config.train.seed,
+            source=source,
+        )
+        return say_report(built, progress)
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
+    evaluated = None
+    if config.eval.steps > 0:
+        evaluated = eval_source(config.eval, max_samples=config.data.max_samples)
     return PpoInputs(
-        prompts=say_report(built, progress),
+        prompts=load(None),
         decode=decode,
         tokenizer_fingerprint=fingerprint_of(tokenizer),
+        eval_prompts=load(evaluated) if evaluated else (),
     )

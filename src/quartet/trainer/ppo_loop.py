@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quartet.algorithms import make_kl_controller
 from quartet.config import PpoConfig
@@ -20,6 +20,7 @@ from quartet.errors import FatalError, InfraError
 from quartet.obs.metrics import POLICY_VERSION
 from quartet.trainer.checkpoints import Checkpoints
 from quartet.trainer.drops import Drops
+from quartet.trainer.evaluate import Evaluation
 from quartet.trainer.generation import Generation, GenerationSettings
 from quartet.trainer.learners import PpoLearners
 from quartet.trainer.metrics import Metrics, rollout_metrics, sample_texts, training_metrics
@@ -43,6 +44,7 @@ class PpoInputs:
     decode: Decode
     tokenizer_fingerprint: str
     eval_prompts: Sequence[Prompt] = ()
+    """What the policy is evaluated on; none where there is no evaluation."""
 
 
 class PpoLoop:
@@ -70,6 +72,7 @@ class PpoLoop:
             max_samples=players.judge_max_samples,
         )
         self._pipeline = _pipeline(config, run, players, self._scoring)
+        self._evaluation = _evaluation(config, run, inputs, players, self._scoring)
         self._learners = PpoLearners(
             config,
             self._schedule,
@@ -162,6 +165,7 @@ class PpoLoop:
             "policy_version": self._policy_version,
             "metrics": dict(sorted(metrics.items())),
         }
+        await self._evaluate(step)
         await self._checkpoints.after_step(step, state)
 
     async def _learn(self, step: int, rollout: Rollout) -> Metrics:
@@ -185,6 +189,19 @@ class PpoLoop:
             self._kl.update(metrics["kl"], len(lesson.experience))
         self._log_texts(step, lesson)
         return metrics
+
+    async def _evaluate(self, step: int) -> None:
+        """Evaluate the weights that were pushed last, if it is the turn of an evaluation."""
+        if self._evaluation is None or step % self._config.eval.steps:
+            return
+        began = time.monotonic()
+        metrics = await self._evaluation.run(step, policy_version=self._policy_version)
+        metrics |= {
+            "policy_version": float(self._pushes),
+            "timing/eval": time.monotonic() - began,
+        }
+        self._run.sinks.log("eval", step, metrics)
+        self._run.summary["eval"] = {"step": step, "metrics": dict(sorted(metrics.items()))}
 
     async def _push(self, when: str) -> None:
         """Have all rollout replicas serve the policy as it is now.
@@ -268,32 +285,59 @@ def schedule_of(config: PpoConfig, num_prompts: int) -> PpoSchedule:
     )
 
 
+def _generation(config: PpoConfig, run: Run) -> GenerationSettings:
+    """How prompts are completed for training."""
+    return GenerationSettings(
+        run_id=run.run_id,
+        seed=config.train.seed,
+        sampling=SamplingParams(
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            max_new_tokens=config.rollout.max_new_tokens,
+        ),
+        num_samples=config.rollout.n_samples_per_prompt,
+        isolated=config.train.full_determinism_enable,
+    )
+
+
+def _groups_in_flight(config: PpoConfig, players: Players) -> int:
+    return groups_in_flight(config) or players.max_groups_in_flight
+
+
+def _evaluation(
+    config: PpoConfig, run: Run, inputs: PpoInputs, players: Players, scoring: Scoring
+) -> Evaluation | None:
+    """Evaluation as the flags ask for it; what they do not name is as in training."""
+    if config.eval.steps < 1 or not inputs.eval_prompts:
+        return None
+    training = _generation(config, run)
+    return Evaluation(
+        replace(
+            training,
+            sampling=replace(training.sampling, temperature=config.eval.temperature),
+            num_samples=config.eval.n_samples_per_prompt,
+        ),
+        inputs.eval_prompts,
+        sampler=players.sampler,
+        scoring=scoring,
+        max_groups_in_flight=_groups_in_flight(config, players),
+        progress=run.progress,
+    )
+
+
 def _pipeline(config: PpoConfig, run: Run, players: Players, scoring: Scoring) -> Pipeline:
     deterministic = config.train.full_determinism_enable
     drops = Drops(limit=samples_per_rollout(config))
     generation = Generation(
-        GenerationSettings(
-            run_id=run.run_id,
-            seed=config.train.seed,
-            sampling=SamplingParams(
-                temperature=config.rollout.temperature,
-                top_p=config.rollout.top_p,
-                top_k=config.rollout.top_k,
-                max_new_tokens=config.rollout.max_new_tokens,
-            ),
-            num_samples=config.rollout.n_samples_per_prompt,
-            isolated=deterministic,
-        ),
-        players.sampler,
-        ledger=run.ledger,
-        drops=drops,
+        _generation(config, run), players.sampler, ledger=run.ledger, drops=drops
     )
     return Pipeline(
         PipelineSettings(
             temperature=config.rollout.temperature,
             min_group=2 if needs_groups(config) else 1,
             deterministic=deterministic,
-            max_groups_in_flight=groups_in_flight(config) or players.max_groups_in_flight,
+            max_groups_in_flight=_groups_in_flight(config, players),
         ),
         generation=generation,
         scoring=scoring,

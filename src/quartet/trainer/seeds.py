@@ -18,7 +18,15 @@ def sample_seed(*, run_seed: int, episode: int, prompt_id: str, index: int) -> i
     The first 8 bytes of a SHA-256: who generates a sample, and when, does not change its seed, and
     neighbouring names have unrelated seeds.
     """
-    name = f"{run_seed}|{sample_id(episode=episode, prompt_id=prompt_id, index=index)}"
+    return _seed(f"{run_seed}|{sample_id(episode=episode, prompt_id=prompt_id, index=index)}")
+
+
+def evaluation_seed(*, run_seed: int, prompt_id: str, index: int) -> int:
+    """Unsigned 64-bit seed of a sample of an evaluation; the same in all evaluations of a run."""
+    return _seed(f"{run_seed}|eval/{prompt_id}/{index}")
+
+
+def _seed(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
