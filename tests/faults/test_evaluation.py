@@ -1,12 +1,63 @@
 """Faults of evaluation and of what follows from it: best checkpoints, filtering."""
 
+import json
 from dataclasses import replace
 
 from quartet.trainer.evaluate import evaluation_metrics
 from quartet.trainer.experience import Group
 from quartet.types import Failure, Reward
-from tests.unit.trainer.players import Cast, ppo_config, prompts
+from tests.unit.trainer import test_best as best
+from tests.unit.trainer.players import Cast, prompts
 from tests.unit.trainer.test_evaluate import config, evals, play
+
+
+async def test_fault_08_the_best_checkpoint_holds_the_weights_that_were_evaluated(tmp_path):
+    cast = best.new_cast()
+    train = {"batch_size": 3, "seed": 7}
+    steps = {}
+    push = cast.policy.push_weights
+
+    async def noting(**call):
+        steps[call["policy_version"]] = cast.policy.steps
+        return await push(**call)
+
+    cast.policy.push_weights = noting
+    await best.play(cast, best.config(tmp_path, train=train), tmp_path)
+    evaluated = {
+        r.groups[0].group_id.split("/")[1]: r.min_policy_version
+        for r in cast.sampler.log
+        if r.groups[0].group_id.startswith("eval/")
+    }
+    (name,) = best.kept(tmp_path)
+    folder = tmp_path / "ckpt/best/_actor" / name
+    inside = int((folder / "steps").read_text().split()[0])
+    assert inside == steps[evaluated[name.removeprefix("best_global_step")]] == 8
+
+
+async def test_fault_09_a_checkpoint_knows_the_evaluation_of_its_own_step(tmp_path):
+    cast = best.new_cast()
+    await best.play(cast, best.config(tmp_path, ckpt={"save_steps": 1, "max_num": 9}), tmp_path)
+    known = {
+        step: json.loads((tmp_path / f"ckpt/_actor/global_step{step}/state").read_text())
+        for step in (1, 2, 3, 4)
+    }
+    values = {step: kept["state"]["best"]["value"] for step, kept in known.items()}
+    assert values == {1: 0.2, 2: 0.7, 3: 0.7, 4: 0.9}
+
+
+async def test_fault_80_the_flag_wins_over_what_the_checkpoint_was_chosen_by(tmp_path):
+    short = {"batch_size": 4, "seed": 7, "max_steps": 2}
+    await best.play(
+        best.new_cast(), best.config(tmp_path, ckpt={"save_steps": 1}, train=short), tmp_path
+    )
+    key = "eval_default_response_length_mean"
+    ckpt = {"save_steps": 1, "load_enable": True, "best_metric_key": key}
+    run, state = await best.play(
+        best.new_cast(), best.config(tmp_path, ckpt=ckpt), tmp_path / "resumed"
+    )
+    assert best.record(tmp_path)["key"] == state["best"]["key"] == key
+    assert "chosen by eval_default_pass1 so far, from now on by" in run.progress._stream.getvalue()
+    assert len(best.kept(tmp_path)) == 1
 
 
 def test_fault_25_pass_at_k_is_no_mean_of_maxima():
@@ -46,7 +97,7 @@ async def test_fault_49_a_missing_reward_is_counted(tmp_path):
     cast.judge.failures = {
         "eval/1/p0/0": Failure(error_class="DATA", reason="BAD_ANSWER", message="None")
     }
-    settings = ppo_config(eval={"steps": 1, "n_samples_per_prompt": 2})
+    settings = config(eval={"steps": 1, "n_samples_per_prompt": 2})
     await play(cast, settings, tmp_path, eval_prompts=prompts(2))
     assert evals(cast)[1]["eval_failed/reward_bad_answer"] == 1.0
     assert evals(cast)[1]["eval_num_samples"] == 3.0

@@ -101,10 +101,6 @@ REFUSED: Mapping[str, Refusal] = {
         why="ModelScope downloads are not in this release",
         instead="download the model first and give its folder",
     ),
-    "ckpt.best_metric_key": Refusal(
-        why="the best checkpoint is known from evaluation, which is not in this release",
-        instead="leave the flag away",
-    ),
     "algo.dynamic_filtering_enable": Refusal(
         why="groups are not filtered and replaced in this release",
         instead="leave the flag away; groups of equal rewards have advantage 0",
@@ -172,6 +168,9 @@ EXPLAINED: Mapping[str, str] = {
     "eval.n_samples_per_prompt": "Rewards give pass1 and pass<n> as in OpenRLHF; scores of 0 and 1 "
     "also give the unbiased pass_at_<k>.",
     "ckpt.load_enable": "An error where there is no checkpoint, rather than a fresh start.",
+    "ckpt.best_metric_key": "The best checkpoint holds the weights that were evaluated. It is in "
+    "ckpt.path/best and does not change where a run goes on. The flag wins over the metric of a "
+    "run that goes on.",
     "ckpt.max_num": "The oldest goes when the new one is whole; copies of --ckpt.save_hf go with "
     "their checkpoint.",
 }

@@ -22,6 +22,7 @@ from quartet.config.checks.ppo import (
     check_advantages,
     check_batches,
     check_correction,
+    check_evaluation,
     check_kl,
     check_modes,
     check_rewards,
@@ -40,6 +41,7 @@ _PPO_CHECKS = (
     check_rewards,
     check_sampling,
     check_batches,
+    check_evaluation,
     check_modes,
     check_placement,
 )

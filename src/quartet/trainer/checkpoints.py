@@ -3,6 +3,7 @@
     <ckpt.path>/global_step8            SFT, RM
     <ckpt.path>/_actor/global_step8     PPO; _critic beside it
     <ckpt.path>/global_step8_hf         with --ckpt.save_hf, the model for transformers
+    <ckpt.path>/best                    PPO: the best one by evaluation, see `best`
 
 Each carries the trainer's state: where the run stood, and the settings by which it counts. An old
 one is removed only when the new one is whole.
@@ -78,22 +79,34 @@ class Checkpoints:
         tag = f"global_step{step}"
         with self._progress.phase(f"step {step} checkpoint") as phase:
             phase.note = tag
-            if not self._config.disable_ds:
-                kept = {"state": dict(state), "counted_by": self._counted_by}
-                # One after the other: the last one written is whole only if all before are.
-                for role, (trainee, below) in self._learners.items():
-                    await trainee.save_checkpoint(
-                        request_id=f"{self._run_id}/{role}/{tag}",
-                        folder=str(self._path / below),
-                        tag=tag,
-                        trainer_state=json.dumps(kept).encode(),
-                    )
-            if self._config.save_hf:
-                trainee, _ = next(iter(self._learners.values()))
-                await trainee.export_model(
-                    request_id=f"{self._run_id}/hf/{tag}", folder=str(self._path / f"{tag}_hf")
-                )
+            await self.write(tag, state)
             await asyncio.to_thread(self._rotate)
+
+    async def write(self, tag: str, state: Mapping[str, Any], *, within: str = "") -> None:
+        """Have the learners write checkpoint `tag`, and its copy for transformers, by the flags.
+
+        Args:
+            tag: name of the checkpoint.
+            state: the trainer's; `restore` gives it back.
+            within: folder below `ckpt.path`.
+        """
+        path = self._path / within
+        name = f"{within}/{tag}" if within else tag
+        if not self._config.disable_ds:
+            kept = {"state": dict(state), "counted_by": self._counted_by}
+            # One after the other: the last one written is whole only if all before are.
+            for role, (trainee, below) in self._learners.items():
+                await trainee.save_checkpoint(
+                    request_id=f"{self._run_id}/{role}/{name}",
+                    folder=str(path / below),
+                    tag=tag,
+                    trainer_state=json.dumps(kept).encode(),
+                )
+        if self._config.save_hf:
+            trainee, _ = next(iter(self._learners.values()))
+            await trainee.export_model(
+                request_id=f"{self._run_id}/hf/{name}", folder=str(path / f"{tag}_hf")
+            )
 
     async def restore(self) -> Restored:
         """Load the latest checkpoint that all learners have.

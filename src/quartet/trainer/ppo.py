@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack
 from quartet.config import PpoConfig
 from quartet.data import Prompt, Source, eval_source, fingerprint_of, load_prompts
 from quartet.obs.progress import Progress
+from quartet.trainer.best import best_key
 from quartet.trainer.inputs import policy_tokenizer, say_report
-from quartet.trainer.ppo_loop import PpoInputs, PpoLoop
+from quartet.trainer.ppo_loop import PpoInputs, PpoLoop, evaluated_sources
 from quartet.trainer.run import Job, Run, conduct
 from quartet.trainer.services import connect_ppo, local_services
 
@@ -38,7 +39,11 @@ def prepare(config: PpoConfig, progress: Progress) -> Job:
 
 
 def read_inputs(config: PpoConfig, progress: Progress) -> PpoInputs:
-    """Tokenizer and prompts."""
+    """Tokenizer and prompts.
+
+    Raises:
+        ConfigError: one of them is missing, or --ckpt.best_metric_key fits no evaluation of them.
+    """
     tokenizer = policy_tokenizer(config)
     max_new_tokens = config.rollout.max_new_tokens or 1
 
@@ -59,9 +64,11 @@ def read_inputs(config: PpoConfig, progress: Progress) -> PpoInputs:
     evaluated = None
     if config.eval.steps > 0:
         evaluated = eval_source(config.eval, max_samples=config.data.max_samples)
-    return PpoInputs(
+    inputs = PpoInputs(
         prompts=load(None),
         decode=decode,
         tokenizer_fingerprint=fingerprint_of(tokenizer),
         eval_prompts=load(evaluated) if evaluated else (),
     )
+    best_key(config, evaluated_sources(config, inputs))  # refuses an unknown one now
+    return inputs

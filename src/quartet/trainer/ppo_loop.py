@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from quartet.algorithms import make_kl_controller
 from quartet.config import PpoConfig
@@ -18,6 +19,7 @@ from quartet.config.derive import groups_in_flight, needs_groups, samples_per_ro
 from quartet.data.samples import Prompt
 from quartet.errors import FatalError, InfraError
 from quartet.obs.metrics import POLICY_VERSION
+from quartet.trainer.best import BestCheckpoint, best_key
 from quartet.trainer.checkpoints import Checkpoints
 from quartet.trainer.drops import Drops
 from quartet.trainer.evaluate import Evaluation
@@ -103,6 +105,12 @@ class PpoLoop:
             },
             progress=run.progress,
         )
+        key = best_key(config, evaluated_sources(config, inputs))
+        self._best = (
+            None
+            if key is None
+            else BestCheckpoint(config.ckpt, key, self._checkpoints, progress=run.progress)
+        )
 
     async def run(self) -> None:
         """Do all steps, and export what was trained."""
@@ -131,6 +139,8 @@ class PpoLoop:
         self._kl.load_state_dict(restored.state["kl"])
         # The push at the start repeats the last one.
         self._pushes = int(restored.state["pushes"]) - 1
+        if self._best is not None:
+            self._best.restore(restored.state.get("best"))
         await self._run.ledger.rewind(step)
         self._run.sinks.rewind(step)
         return step
@@ -165,7 +175,11 @@ class PpoLoop:
             "policy_version": self._policy_version,
             "metrics": dict(sorted(metrics.items())),
         }
-        await self._evaluate(step)
+        if self._evaluation is not None and step % self._config.eval.steps == 0:
+            await self._evaluate(step, self._evaluation, state)
+        if self._best is not None:
+            # After the evaluation: the best that a checkpoint knows of includes its own step.
+            state["best"] = self._best.state
         await self._checkpoints.after_step(step, state)
 
     async def _learn(self, step: int, rollout: Rollout) -> Metrics:
@@ -190,18 +204,19 @@ class PpoLoop:
         self._log_texts(step, lesson)
         return metrics
 
-    async def _evaluate(self, step: int) -> None:
-        """Evaluate the weights that were pushed last, if it is the turn of an evaluation."""
-        if self._evaluation is None or step % self._config.eval.steps:
-            return
+    async def _evaluate(self, step: int, evaluation: Evaluation, state: Mapping[str, Any]) -> None:
+        """Evaluate the weights that were pushed last, and keep them if they are the best."""
         began = time.monotonic()
-        metrics = await self._evaluation.run(step, policy_version=self._policy_version)
-        metrics |= {
-            "policy_version": float(self._pushes),
-            "timing/eval": time.monotonic() - began,
-        }
-        self._run.sinks.log("eval", step, metrics)
+        metrics = await evaluation.run(step, policy_version=self._policy_version)
+        timing = {"timing/eval": time.monotonic() - began}
+        version = {"policy_version": float(self._pushes)}
+        self._run.sinks.log("eval", step, metrics | version | timing)
         self._run.summary["eval"] = {"step": step, "metrics": dict(sorted(metrics.items()))}
+        if self._best is not None:
+            # Nothing trains in the meantime: the learners hold what was evaluated.
+            await self._best.consider(step, metrics, state)
+            self._run.summary["best"] = self._best.state
+            await self._run.ledger.save_state({"best": self._best.state})
 
     async def _push(self, when: str) -> None:
         """Have all rollout replicas serve the policy as it is now.
@@ -283,6 +298,11 @@ def schedule_of(config: PpoConfig, num_prompts: int) -> PpoSchedule:
         max_rollouts=config.train.max_steps,
         freezing_steps=max(0, config.critic.freezing_steps),
     )
+
+
+def evaluated_sources(config: PpoConfig, inputs: PpoInputs) -> set[str]:
+    """Data sources that evaluations speak of; none where there is no evaluation."""
+    return {p.datasource for p in inputs.eval_prompts} if config.eval.steps > 0 else set()
 
 
 def _generation(config: PpoConfig, run: Run) -> GenerationSettings:

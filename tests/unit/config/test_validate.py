@@ -202,6 +202,11 @@ CASES = [
     ("ppo", RULE + "--data.max_images_per_prompt 1 --ds.packing_samples",
      "data.max_images_per_prompt"),
     ("ppo", PPO + "--eval.steps 10", "eval.steps"),
+    ("ppo", PPO + "--ckpt.best_metric_key eval_default_pass1", "ckpt.best_metric_key"),
+    ("ppo", PPO + "--ckpt.best_metric_key none", None),
+    ("ppo", PPO + "--ckpt.best_metric_key x --eval.dataset d --eval.steps 1", None),
+    ("ppo", PPO + "--ckpt.best_metric_key x --eval.dataset d --eval.steps 1 --ckpt.disable_ds",
+     "ckpt.best_metric_key"),
     # placement and parallelism
     ("ppo", PPO + "--train.colocate_all --vllm.num_engines 4", "vllm.num_engines"),
     ("ppo", PPO + "--train.colocate_all --vllm.num_engines 8", None),

@@ -15,8 +15,11 @@ BROKEN = Failure(error_class="DATA", reason="TIME_LIMIT", message="took too long
 
 
 def config(**sections):
-    sections = {"eval": {"steps": 1, "temperature": 0.25, "n_samples_per_prompt": 3}} | sections
-    return ppo_config(**sections)
+    defaults = {
+        "eval": {"steps": 1, "temperature": 0.25, "n_samples_per_prompt": 3},
+        "ckpt": {"output_dir": "/exported", "best_metric_key": "none"},
+    }
+    return ppo_config(**defaults | sections)
 
 
 def two_sources(count=4):

@@ -310,10 +310,31 @@ def check_modes(config: PpoConfig) -> Iterator[ConfigError]:
             "samples with images cannot be packed",
             "leave --ds.packing_samples away",
         )
+
+
+def check_evaluation(config: PpoConfig) -> Iterator[ConfigError]:
+    """Evaluation, and the best checkpoint that it chooses."""
     if config.eval.steps > 0 and not config.eval.dataset:
         yield wrong(
             "eval.steps",
             config.eval.steps,
             "there is nothing to evaluate on",
             "give --eval.dataset, or leave the flag away",
+        )
+    key = config.ckpt.best_metric_key
+    if key in ("", "none"):
+        return
+    if config.eval.steps < 1 or not config.eval.dataset:
+        yield wrong(
+            "ckpt.best_metric_key",
+            key,
+            "nothing is evaluated",
+            "give --eval.dataset and --eval.steps, or leave the flag away",
+        )
+    if config.ckpt.disable_ds and not config.ckpt.save_hf:
+        yield wrong(
+            "ckpt.best_metric_key",
+            key,
+            "with --ckpt.disable_ds and without --ckpt.save_hf no checkpoint is written",
+            "leave one of the flags away",
         )
