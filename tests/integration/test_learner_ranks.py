@@ -49,6 +49,7 @@ SPEC = RunSpec(
     run_id="run",
     optimizer=OptimizerConfig(lr=LR),
     schedule=ScheduleConfig(name="constant", total_steps=10),
+    ema_beta=0.5,
 )
 POLICY = PolicyLoss(entropy_coef=0.01, kl_loss=KlLoss(coef=0.1, estimator="k3"), temperature=0.9)
 
@@ -96,7 +97,7 @@ def step_of(number: int, loss) -> TrainStep:
 
 
 async def train(learner: LearnerClient, loss, steps, folder: Path):
-    """All steps, and the weights after them."""
+    """All steps, and the average of the weights over them."""
     await learner.start_run(SPEC)
     results = [await learner.train(step_of(n, loss), [samples]) for n, samples in enumerate(steps)]
     outputs = await learner.forward([STEPS[0].sequences, STEPS[1].sequences])
@@ -212,7 +213,7 @@ async def test_two_ranks_of_zero_3_push_save_and_continue(tmp_path, tiny_model_d
         serve(tmp_path, tiny_model_dir, **{"ds.zero_stage": 3}) as (_, client, _others),
     ):
         await rollouts.wait_ready(60)
-        await client.start_run(replace(SPEC, optimizer=OptimizerConfig(lr=2e-2)))
+        await client.start_run(replace(SPEC, optimizer=OptimizerConfig(lr=2e-2), ema_beta=None))
         first = await client.train(step_of(0, POLICY), [STEPS[0]])
         await client.save_checkpoint(folder=str(tmp_path / "ckpt"), tag="one")
         expected = await client.train(step_of(1, POLICY), [STEPS[2]])

@@ -2,6 +2,7 @@
 
     <folder>/<tag>/            DeepSpeed's files: weights, optimizer, schedule
     <folder>/<tag>/rng_<r>.safetensors    random state of rank r
+    <folder>/<tag>/ema.safetensors        the averaged weights, where the run has them
     <folder>/<tag>/run.binpb              the run's StartRunRequest
     <folder>/<tag>/trainer_state.bin      bytes of the trainer
     <folder>/<tag>/checkpoint.json        steps, ranks, and size and CRC-32 of every file
@@ -29,6 +30,7 @@ from quartet.errors import RequestError
 from quartet.types import RunSpec
 from quartet.types.requests import SavedFolder
 from quartet_learner import files
+from quartet_learner.ema import MovingAverage
 from quartet_learner.group import RankGroup
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ def save(
     folder: Path,
     tag: str,
     trainer_state: bytes,
+    *,
+    average: MovingAverage | None = None,
 ) -> SavedFolder:
     """Write `<folder>/<tag>`. Collective; all ranks must see the same disk.
 
@@ -83,6 +87,8 @@ def save(
     def write() -> None:
         deepspeed.save_checkpoint(str(aside), tag=tag, save_latest=False)
         save_file(_random_state(), inside / f"rng_{group.rank}.safetensors")
+        if average is not None:
+            average.save(inside)
 
     def seal() -> None:
         if group.rank == 0:
@@ -147,7 +153,9 @@ def describe(folder: Path, tag: str, world_size: int) -> Stored:
     )
 
 
-def load(deepspeed: Any, group: RankGroup, stored: Stored) -> None:
+def load(
+    deepspeed: Any, group: RankGroup, stored: Stored, *, average: MovingAverage | None = None
+) -> None:
     """Bring the engine to where the checkpoint was written. Collective.
 
     Raises:
@@ -156,6 +164,8 @@ def load(deepspeed: Any, group: RankGroup, stored: Stored) -> None:
     path, _ = deepspeed.load_checkpoint(str(stored.path.parent), tag=stored.path.name)
     if path is None:
         raise _not_there(f"DeepSpeed cannot load checkpoint {stored.path.name}", stored.path.name)
+    if average is not None:
+        average.load(stored.path)
     state = load_file(stored.path / f"rng_{group.rank}.safetensors")
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:

@@ -42,6 +42,7 @@ from quartet.types.requests import (
 from quartet_learner import checkpoint, sleep, weights
 from quartet_learner.batching import Limits, plan_micro_batches
 from quartet_learner.checks import comes_in_pairs
+from quartet_learner.ema import MovingAverage
 from quartet_learner.evaluate import evaluate, normalized
 from quartet_learner.group import RankGroup, import_deepspeed
 from quartet_learner.microbatch import step_counts
@@ -68,6 +69,8 @@ class Run:
     spec: RunSpec
     deepspeed: Any
     """deepspeed.DeepSpeedEngine around the model."""
+    average: MovingAverage | None = None
+    """Of the weights, when the run asks for one."""
     optimizer_steps: int = 0
     asleep: bool = False
 
@@ -120,7 +123,10 @@ class LearnerEngine:
             config=deepspeed_config(self.settings, spec, self.group.world_size),
             dist_init_required=False,
         )
-        self.run = Run(spec=spec, deepspeed=engine)
+        average = None
+        if spec.ema_beta is not None:
+            average = MovingAverage(self.model.hf, self.group, spec.ema_beta)
+        self.run = Run(spec=spec, deepspeed=engine, average=average)
         return StartRunResult(optimizer_steps=0, num_parameters=self.num_parameters)
 
     def forget_run(self) -> None:
@@ -164,6 +170,8 @@ class LearnerEngine:
             packed=self.settings.packed,
         )
         run.optimizer_steps += applied
+        if applied and run.average is not None:
+            run.average.update()
         return TrainResult(
             optimizer_steps=run.optimizer_steps,
             applied=applied,
@@ -218,6 +226,7 @@ class LearnerEngine:
             Path(request.folder),
             request.tag,
             request.trainer_state,
+            average=run.average,
         )
 
     def load_checkpoint(self, request: LoadCheckpointRequest) -> LoadCheckpointResult:
@@ -226,7 +235,7 @@ class LearnerEngine:
         self.forget_run()
         self.start_run(stored.spec)
         run = self.started()
-        checkpoint.load(run.deepspeed, self.group, stored)
+        checkpoint.load(run.deepspeed, self.group, stored, average=run.average)
         run.optimizer_steps = stored.optimizer_steps
         return LoadCheckpointResult(
             tag=request.tag,
@@ -236,14 +245,15 @@ class LearnerEngine:
         )
 
     def export_model(self, request: ExportModelRequest) -> SavedFolder:
-        """Write a folder that `from_pretrained` opens."""
-        self.started()
+        """Write a folder that `from_pretrained` opens: the average where there is one."""
+        average = self.started().average
         return weights.export(
             self.model,
             self.group,
             self.settings.model_name_or_path,
             Path(request.folder),
             request.config_values,
+            averaged=None if average is None else average.values,
         )
 
     def buckets(self, manifest: WeightManifest) -> Iterator[tuple[int, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ def export(
     source: str,
     folder: Path,
     config_values: Mapping[str, float],
+    averaged: Mapping[str, Tensor] | None = None,
 ) -> SavedFolder:
     """Write a folder that `from_pretrained` opens, aside and then renamed. Collective.
 
@@ -88,12 +89,13 @@ def export(
         source: where the model came from; its tokenizer goes along.
         folder: created, or replaced as a whole.
         config_values: numbers stored in config.json beside the model's own.
+        averaged: whole tensors by name that take the place of the trained ones (see ema.py).
 
     Raises:
         InfraError: the disk refused.
         FatalError: a weight is not finite.
     """
-    state = _state_on_rank_0(model, group)
+    state = _state_on_rank_0(model, group, averaged or {})
     error: Exception | None = None
     if group.rank == 0:
         try:
@@ -124,31 +126,56 @@ def copy_tokenizer(source: str, target: Path) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 
 
-def _state_on_rank_0(model: TrainedModel, group: RankGroup) -> dict[str, Tensor]:
-    """All tensors by name, on the CPU of rank 0; empty elsewhere. Tied names share a tensor."""
-    named = list(model.hf.named_parameters(remove_duplicate=False))
-    copies: dict[int, Tensor] = {}
-    pending: dict[int, nn.Parameter] = {}
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that an optimizer changes, by name; one name for those that are tied."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def visit_whole(
+    parameters: Iterable[nn.Parameter],
+    group: RankGroup,
+    visit: Callable[[nn.Parameter, Tensor], None],
+) -> None:
+    """Call `visit` on rank 0 with each parameter and its whole value. Collective.
+
+    The value is the parameter's own memory, good during the call only. Under ZeRO-3 parameters are
+    gathered EXPORT_BUCKET_BYTES at a time.
+    """
+    pending: list[nn.Parameter] = []
 
     def fetch() -> None:
-        with whole(pending.values()):
+        with whole(pending):
             if group.rank == 0:
-                for key, parameter in pending.items():
-                    copies[key] = parameter.detach().to("cpu", copy=True).contiguous()
+                for parameter in pending:
+                    visit(parameter, parameter.detach())
         pending.clear()
 
     size = 0
-    for _, parameter in named:
-        if id(parameter) in pending or id(parameter) in copies:
-            continue
-        pending[id(parameter)] = parameter
+    for parameter in parameters:
+        pending.append(parameter)
         size += int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
         if size >= EXPORT_BUCKET_BYTES:
             fetch()
             size = 0
     fetch()
+
+
+def _state_on_rank_0(
+    model: TrainedModel, group: RankGroup, averaged: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """All tensors by name, on the CPU of rank 0; empty elsewhere. Tied names share a tensor."""
+    named = list(model.hf.named_parameters(remove_duplicate=False))
+    copies: dict[int, Tensor] = {}
+
+    def copy(parameter: nn.Parameter, value: Tensor) -> None:
+        copies[id(parameter)] = value.to("cpu", copy=True).contiguous()
+
+    visit_whole(model.hf.parameters(), group, copy)
     if group.rank != 0:
         return {}
+    for name, parameter in named:
+        if name in averaged:
+            copies[id(parameter)] = averaged[name].to(parameter.dtype)
     state = {name: copies[id(parameter)] for name, parameter in named}
     persistent = set(model.hf.state_dict())
     for name, buffer in model.hf.named_buffers():

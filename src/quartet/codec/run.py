@@ -121,11 +121,14 @@ def encode_run_spec(spec: RunSpec, request_id: str = "") -> pb.StartRunRequest:
         seed=spec.seed,
         full_determinism=spec.full_determinism,
         with_router_loss=spec.with_router_loss,
+        ema_beta=spec.ema_beta,
     )
 
 
 def decode_run_spec(message: pb.StartRunRequest) -> RunSpec:
     """Decode what a run is."""
+    if not 0 <= message.ema_beta < 1:
+        raise invalid("ema_beta", message.ema_beta, f"is {message.ema_beta}, outside [0, 1)")
     at_least(0, finite(message.max_norm, "max_norm"), "max_norm")
     return RunSpec(
         run_id=present(message.run_id, "run_id"),
@@ -135,6 +138,7 @@ def decode_run_spec(message: pb.StartRunRequest) -> RunSpec:
         seed=message.seed,
         full_determinism=message.full_determinism,
         with_router_loss=message.with_router_loss,
+        ema_beta=message.ema_beta if message.HasField("ema_beta") else None,
     )
 
 

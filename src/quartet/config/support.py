@@ -45,14 +45,11 @@ _NO_RING = Refusal(
 _NO_MUON = Refusal(
     why="the learner optimises with AdamW only in this release", instead="leave the flag away"
 )
-_NO_EMA = Refusal(why="averaged weights are not in this release", instead="leave the flag away")
 
 REFUSED: Mapping[str, Refusal] = {
     "train.async_enable": _NO_ASYNC,
     "train.async_queue_size": _NO_ASYNC,
     "train.partial_rollout_enable": _NO_ASYNC,
-    "train.enable_ema": _NO_EMA,
-    "train.ema_beta": _NO_EMA,
     "train.agent_func_path": Refusal(
         why="agents are not in this release",
         instead="score single answers with --reward.remote_url file.py",

@@ -66,6 +66,7 @@ class PpoLearners:
         async with asyncio.TaskGroup() as tasks:
             actor, critic = self._config.actor, self._config.critic
             critic_aux = critic_aux_loss_coef(self._config)
+            averaged = self.policy if train.enable_ema else None
             for training, optimizer, steps, aux in (
                 (self.policy, actor, schedule.policy_steps, actor.aux_loss_coef),
                 (self.critic, critic, schedule.critic_steps, critic_aux),
@@ -78,6 +79,7 @@ class PpoLearners:
                         seed=train.seed,
                         full_determinism=train.full_determinism_enable,
                         aux_loss_coef=aux,
+                        ema_beta=train.ema_beta if training is averaged else None,
                     )
                     tasks.create_task(training.start(spec))
 

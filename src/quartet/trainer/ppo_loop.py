@@ -102,6 +102,8 @@ class PpoLoop:
                 "rollout.batch_size": config.rollout.batch_size,
                 "rollout.n_samples_per_prompt": config.rollout.n_samples_per_prompt,
                 "number of prompts": len(inputs.prompts),
+                # An average can neither begin nor change its pace in the middle of a run.
+                "train.ema_beta": config.train.ema_beta if config.train.enable_ema else None,
             },
             progress=run.progress,
         )
@@ -208,9 +210,9 @@ class PpoLoop:
         """Evaluate the weights that were pushed last, and keep them if they are the best."""
         began = time.monotonic()
         metrics = await evaluation.run(step, policy_version=self._policy_version)
-        timing = {"timing/eval": time.monotonic() - began}
-        version = {"policy_version": float(self._pushes)}
-        self._run.sinks.log("eval", step, metrics | version | timing)
+        metrics["policy_version"] = float(self._pushes)
+        metrics["timing/eval"] = time.monotonic() - began
+        self._run.sinks.log("eval", step, metrics)
         self._run.summary["eval"] = {"step": step, "metrics": dict(sorted(metrics.items()))}
         if self._best is not None:
             # Nothing trains in the meantime: the learners hold what was evaluated.

@@ -29,10 +29,12 @@ def run_spec(
     seed: int,
     full_determinism: bool = False,
     aux_loss_coef: float = 0.0,
+    ema_beta: float | None = None,
 ) -> RunSpec:
     """What StartRun needs, from the optimizer's flags and the known number of steps.
 
     `aux_loss_coef` is that of the losses to come: a model without a router refuses the run.
+    With `ema_beta` the learner averages its weights and exports the average.
     """
     return RunSpec(
         run_id=run_id,
@@ -54,6 +56,7 @@ def run_spec(
         seed=seed,
         full_determinism=full_determinism,
         with_router_loss=aux_loss_coef != 0,
+        ema_beta=ema_beta,
     )
 
 

@@ -160,6 +160,8 @@ class RunSpec:
     full_determinism: bool = False
     with_router_loss: bool = False
     """Losses of this run have an aux_loss_coef. A model without a router refuses the run."""
+    ema_beta: float | None = None
+    """Weight of the past in a moving average of the weights, which exports then hold; in [0, 1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

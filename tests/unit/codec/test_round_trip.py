@@ -185,6 +185,7 @@ FIELDS: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (types.ScheduleConfig, "warmup_ratio"): unit,
     (types.ScheduleConfig, "min_lr_ratio"): unit,
     (types.RunSpec, "max_norm"): st.floats(0, 100),
+    (types.RunSpec, "ema_beta"): st.none() | st.floats(0, 0.999),
     (types.RunSpec, "seed"): st.integers(-(2**63), 2**63 - 1),
     (types.ForwardRequest, "temperature"): temperatures,
     (types.ComputeLogprobsRequest, "temperature"): temperatures,

@@ -101,6 +101,7 @@ def make_engine(tiny_model_dir: Path, group: Any) -> Callable[..., Any]:
         run_id: str = "run",
         full_determinism: bool = False,
         with_router_loss: bool = False,
+        ema_beta: float | None = None,
         **settings: Any,
     ) -> LearnerEngine:
         source = str(model or tiny_model_dir)
@@ -114,6 +115,7 @@ def make_engine(tiny_model_dir: Path, group: Any) -> Callable[..., Any]:
                 seed=seed,
                 full_determinism=full_determinism,
                 with_router_loss=with_router_loss,
+                ema_beta=ema_beta,
             )
         )
         return engine

@@ -302,3 +302,9 @@ def test_a_critic_from_elsewhere_has_no_router_loss():
     assert value_loss(own).aux_loss_coef == 0.1
     other = replace(own, critic=replace(config.critic, model_name_or_path="/rm"))
     assert value_loss(other).aux_loss_coef == 0.0
+
+
+def test_an_average_is_asked_for_by_its_weight():
+    spec = run_spec("r", SftConfig(), total_steps=1, seed=0, ema_beta=0.9)
+    assert spec.ema_beta == 0.9
+    assert run_spec("r", SftConfig(), total_steps=1, seed=0).ema_beta is None

@@ -104,6 +104,15 @@ async def test_last_partial_batch_is_trained_and_counted_in_the_schedule(tmp_pat
     assert cast.policy.of("start")[0][1].schedule.total_steps == len(sizes)
 
 
+@pytest.mark.parametrize(("enabled", "beta"), [(True, 0.9), (False, None)])
+async def test_only_the_policy_is_averaged(tmp_path, enabled, beta):
+    cast = Cast(critic=FakeTrainee(head="value"))
+    config = critic_config(train={"enable_ema": enabled, "ema_beta": 0.9})
+    await play(cast, config, tmp_path)
+    assert cast.policy.of("start")[0][1].ema_beta == beta
+    assert cast.critic.of("start")[0][1].ema_beta is None
+
+
 async def test_failed_completion_is_dropped_and_its_group_goes_on(tmp_path):
     cast = Cast()
     config = ppo_config(rollout={"batch_size": 4, "n_samples_per_prompt": 3, "max_new_tokens": 8})

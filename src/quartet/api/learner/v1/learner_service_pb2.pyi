@@ -303,7 +303,7 @@ Global___ScheduleConfig: _TypeAlias = ScheduleConfig  # noqa: Y015
 @_typing.final
 class StartRunRequest(_message.Message):
     """Request of StartRun.
-    Next ID: 9.
+    Next ID: 10.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -316,6 +316,7 @@ class StartRunRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     FULL_DETERMINISM_FIELD_NUMBER: _builtins.int
     WITH_ROUTER_LOSS_FIELD_NUMBER: _builtins.int
+    EMA_BETA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Does not change when the call is retried."""
     run_id: _builtins.str
@@ -328,6 +329,10 @@ class StartRunRequest(_message.Message):
     """Make results repeat bit for bit on the same machine."""
     with_router_loss: _builtins.bool
     """Losses of this run have an aux_loss_coef. A model without a router refuses the run."""
+    ema_beta: _builtins.float
+    """Keep a moving average of the weights, with this weight of the past, in [0, 1), and export it in
+    place of the weights. Unset: there is none.
+    """
     @_builtins.property
     def optimizer(self) -> Global___OptimizerConfig:
         """Optimizer."""
@@ -347,12 +352,15 @@ class StartRunRequest(_message.Message):
         seed: _builtins.int = ...,
         full_determinism: _builtins.bool = ...,
         with_router_loss: _builtins.bool = ...,
+        ema_beta: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ema_beta", b"_ema_beta", "ema_beta", b"ema_beta", "optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_determinism", b"full_determinism", "max_norm", b"max_norm", "optimizer", b"optimizer", "request_id", b"request_id", "run_id", b"run_id", "schedule", b"schedule", "seed", b"seed", "with_router_loss", b"with_router_loss"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ema_beta", b"_ema_beta", "ema_beta", b"ema_beta", "full_determinism", b"full_determinism", "max_norm", b"max_norm", "optimizer", b"optimizer", "request_id", b"request_id", "run_id", b"run_id", "schedule", b"schedule", "seed", b"seed", "with_router_loss", b"with_router_loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__ema_beta: _TypeAlias = _typing.Literal["ema_beta"]  # noqa: Y015
+    _WhichOneofArgType__ema_beta: _TypeAlias = _typing.Literal["_ema_beta", b"_ema_beta"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ema_beta) -> _WhichOneofReturnType__ema_beta | None: ...
 
 Global___StartRunRequest: _TypeAlias = StartRunRequest  # noqa: Y015
 
