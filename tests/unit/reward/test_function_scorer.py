@@ -343,7 +343,7 @@ async def test_user_code_may_wait_for_all_its_children(write_reward_file):
     text = """
         import os, subprocess
         def reward_func(queries, prompts, labels, **kwargs):
-            subprocess.Popen(["true"])
+            child = subprocess.Popen(["true"])  # kept: a Popen that is collected may wait itself
             waited = 0
             try:
                 while os.wait():

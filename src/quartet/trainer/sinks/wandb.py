@@ -64,5 +64,7 @@ class WandbSink:
         """W&B keeps both; the axis train/global_step shows them one above the other."""
 
     def close(self) -> None:
-        """Upload or write the rest, and end the W&B run."""
+        """Upload or write the rest, and end the W&B run and its helper process."""
         self._run.finish()
+        # Else the helper lives, and may still write, until this process ends.
+        self._wandb.teardown()
