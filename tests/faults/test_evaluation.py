@@ -7,6 +7,7 @@ from quartet.trainer.evaluate import evaluation_metrics
 from quartet.trainer.experience import Group
 from quartet.types import Failure, Reward
 from tests.unit.trainer import test_best as best
+from tests.unit.trainer import test_filtering as filtering
 from tests.unit.trainer.players import Cast, prompts
 from tests.unit.trainer.test_evaluate import config, evals, play
 
@@ -58,6 +59,15 @@ async def test_fault_80_the_flag_wins_over_what_the_checkpoint_was_chosen_by(tmp
     assert best.record(tmp_path)["key"] == state["best"]["key"] == key
     assert "chosen by eval_default_pass1 so far, from now on by" in run.progress._stream.getvalue()
     assert len(best.kept(tmp_path)) == 1
+
+
+async def test_fault_20_equal_scores_are_replaced_and_the_pass_rate_is_a_share_of_groups(tmp_path):
+    drawn = filtering.order(4)
+    # Equal scores with a mean inside the range: the group's advantages would all be 0.
+    cast = filtering.new_cast({drawn[0]: filtering.FLAT})
+    counts, _ = await filtering.play(cast, filtering.config(), tmp_path, num_prompts=4)
+    assert counts == {"trained": 6, "dropped": 2}
+    assert cast.metrics[0]["dynamic_filtering_pass_rate"] == 75.0
 
 
 def test_fault_25_pass_at_k_is_no_mean_of_maxima():

@@ -74,6 +74,9 @@ class AlgoConfig:
     kl: KlConfig = field(default_factory=KlConfig)
     """KL control."""
     dynamic_filtering_enable: bool = False
-    """Drop groups whose mean score lies outside the range, and draw others."""
+    """Drop groups whose mean score lies outside the range or whose scores are all equal, and draw
+    the next prompts in their place."""
     dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
     """The open interval LOW HIGH in which a group's mean score must lie."""
+    dynamic_filtering_mean_only: bool = False
+    """Keep groups of equal scores whose mean lies inside the range: OpenRLHF's rule."""

@@ -117,6 +117,9 @@ def _ppo_algorithm(config: PpoConfig, given: set[str]) -> Iterator[str]:
         & given
     ):
         yield "algo.advantage.is_correction_*: the correction is off (is_correction_level)."
+    filtering = {"algo.dynamic_filtering_range", "algo.dynamic_filtering_mean_only"} & given
+    if filtering and not config.algo.dynamic_filtering_enable:
+        yield f"{', '.join(sorted(filtering))}: no effect without --algo.dynamic_filtering_enable."
     if config.train.colocate_all and config.train.colocate_critic_reward:
         yield "train.colocate_critic_reward: colocate_all shares all GPUs already."
 

@@ -260,9 +260,10 @@ def _ppo_steps(config: PpoConfig, counted: Dataset) -> list[str]:
         rollouts = min(rollouts, train.max_steps)
     short = counted.size % config.rollout.batch_size
     tail = f", the last of each episode with {_count(short, 'prompt')}" if short else ""
+    most = "at most " if config.algo.dynamic_filtering_enable else ""
     return [
         *lines,
-        f"rollouts         {rollouts}{tail}",
+        f"rollouts         {most}{rollouts}{tail}",
         f"optimizer steps  at most {rollouts * per_rollout}",
     ]
 

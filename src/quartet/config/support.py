@@ -98,13 +98,6 @@ REFUSED: Mapping[str, Refusal] = {
         why="ModelScope downloads are not in this release",
         instead="download the model first and give its folder",
     ),
-    "algo.dynamic_filtering_enable": Refusal(
-        why="groups are not filtered and replaced in this release",
-        instead="leave the flag away; groups of equal rewards have advantage 0",
-    ),
-    "algo.dynamic_filtering_range": Refusal(
-        why="groups are not filtered and replaced in this release", instead="leave the flag away"
-    ),
     "vllm.enable_sleep": Refusal(
         why="engines do not sleep between the phases in this release",
         instead="lower --vllm.gpu_memory_utilization so that all models fit",
@@ -165,6 +158,8 @@ EXPLAINED: Mapping[str, str] = {
     "eval.n_samples_per_prompt": "Rewards give pass1 and pass<n> as in OpenRLHF; scores of 0 and 1 "
     "also give the unbiased pass_at_<k>.",
     "ckpt.load_enable": "An error where there is no checkpoint, rather than a fresh start.",
+    "algo.dynamic_filtering_enable": "--algo.dynamic_filtering_mean_only keeps groups of equal "
+    "scores, as OpenRLHF does; dynamic_filtering_pass_rate is a share of groups.",
     "ckpt.best_metric_key": "The best checkpoint holds the weights that were evaluated. It is in "
     "ckpt.path/best and does not change where a run goes on. The flag wins over the metric of a "
     "run that goes on.",

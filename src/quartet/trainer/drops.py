@@ -38,6 +38,12 @@ class Drops:
                 reason="TOO_MANY_DROPS",
             )
 
+    def set_aside(self, reason: str, count: int) -> None:
+        """Count samples that are whole and still not trained on: no failure, so no alarm."""
+        if count:
+            self._totals[reason] += count
+            self._in_a_row = 0
+
     def keep(self, count: int) -> None:
         """Note that samples went through."""
         if count:

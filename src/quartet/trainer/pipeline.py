@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from quartet.algorithms import FilterVerdict, GroupFilter
 from quartet.data.samples import Prompt
-from quartet.errors import FatalError
 from quartet.obs.progress import Phase, Progress
 from quartet.trainer.drops import Drops
-from quartet.trainer.experience import Experience, Group, assemble
+from quartet.trainer.evaluators import Evaluators
+from quartet.trainer.experience import Experience, Group, Sample, assemble
+from quartet.trainer.filtering import FILTERED, pass_rate, verdict_on
 from quartet.trainer.generation import Generation, GenerationSettings
 from quartet.trainer.lane import Lane
 from quartet.trainer.ledger import DroppedSample, Ledger
-from quartet.trainer.rooms import Reference, Trainee
 from quartet.trainer.scoring import Scoring, failure_reason
-from quartet.types import Failure, ForwardOutput, PromptGroup, SequenceBatch
+from quartet.types import Failure, PromptGroup
 
 ISOLATED_SAMPLES = 64
 """Samples of one Generate call in a deterministic run."""
@@ -54,22 +51,11 @@ class PipelineSettings:
     """Divisor of the logits, in sampling and in every evaluation."""
     min_group: int = 1
     """Groups with fewer valid samples are dropped: 2 for estimators that compare."""
+    group_filter: GroupFilter | None = None
+    """Which groups are worth training on; those that are not are replaced. None takes all."""
     deterministic: bool = False
     max_groups_in_flight: int = 64
     """Prompt groups that generate at once."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluators:
-    """The models under which tokens are evaluated."""
-
-    policy: Trainee
-    reference: Reference | None = None
-    """None when KL has no weight."""
-    reference_width: int = 1
-    """Calls that the reference replicas take at once."""
-    critic: Trainee | None = None
-    """None for estimators without values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,16 +68,8 @@ class Rollout:
     generation_seconds: float
     seconds: float
     """The whole time, generation included."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Evaluation:
-    """One model's evaluation of groups."""
-
-    run: Callable[[Sequence[Group]], Coroutine[Any, Any, list[None]]]
-    """Fills in the groups; the list is as long as they are."""
-    width: int = 1
-    """Calls that may be under way at once."""
+    pass_rate: float | None = None
+    """Percentage of groups that were accepted; None without a filter."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -126,28 +104,75 @@ class Pipeline:
         self._generation = generation
         self._scoring = scoring
         self._evaluators = evaluators
+        self._passes = evaluators.passes(temperature=settings.temperature)
         self._ledger = ledger
         self._progress = progress
         self._drops = drops
 
     async def make(
-        self, number: int, prompts: Sequence[Prompt], *, episode: int, policy_version: int
+        self,
+        number: int,
+        prompts: Sequence[Prompt],
+        *,
+        episode: int,
+        policy_version: int,
+        more: Callable[[int], Sequence[Prompt]] = lambda _: (),
     ) -> Rollout:
         """Turn prompts into the experience of step `number`.
+
+        Args:
+            number: The step.
+            prompts: What to begin with; with a filter, as many groups are wanted.
+            episode: The pass over the data that they belong to.
+            policy_version: The weights to sample from, or newer.
+            more: With a filter, gives at most so many of the prompts that follow.
 
         Raises:
             FatalError: too much was dropped, or a service gave numbers that are not finite.
             InfraError: a service is gone for good.
         """
-        began = time.monotonic()
+        began, generation_seconds = time.monotonic(), 0.0
         before = self._drops.totals()
+        groups: list[Group] = []
+        wanted, accepted = len(prompts), 0
+        while prompts:
+            step = await self._round(number, prompts, len(groups), episode, policy_version)
+            generation_seconds += step.generate.seconds
+            groups += step.groups
+            accepted = sum(1 for group in groups if group.samples)
+            filtering = self._settings.group_filter is not None
+            prompts = more(wanted - accepted) if filtering and accepted < wanted else ()
+        experience = assemble(
+            groups,
+            logprob_spec=self._generation.settings.logprob_spec,
+            with_ref=self._evaluators.reference is not None,
+            with_values=self._evaluators.critic is not None,
+        )
+        dropped = {k: v - before.get(k, 0) for k, v in self._drops.totals().items()}
+        return Rollout(
+            experience=experience,
+            dropped={k: v for k, v in dropped.items() if v},
+            generation_seconds=generation_seconds,
+            seconds=time.monotonic() - began,
+            pass_rate=(
+                None
+                if self._settings.group_filter is None
+                else pass_rate(accepted=accepted, drawn=len(groups))
+            ),
+        )
+
+    async def _round(
+        self, number: int, prompts: Sequence[Prompt], first: int, episode: int, policy_version: int
+    ) -> _Step:
+        """Take prompts through all stages; their groups are numbered from `first`."""
         requests = [self._generation.request_of(p, episode=episode) for p in prompts]
         await self._generation.issue(number, requests)
+        again = "more " if first else ""
         with ExitStack() as stack:
             generate, score, evaluate = (
                 stack.enter_context(
                     self._progress.phase(
-                        f"step {number} {name}",
+                        f"step {number} {again}{name}",
                         total=len(prompts) * self._generation.settings.num_samples,
                         unit="samples",
                     )
@@ -157,26 +182,14 @@ class Pipeline:
             step = _Step(
                 number=number,
                 policy_version=policy_version,
-                groups=[Group(index=i, prompt=prompt) for i, prompt in enumerate(prompts)],
+                groups=[Group(index=first + i, prompt=prompt) for i, prompt in enumerate(prompts)],
                 requests=requests,
                 generate=generate,
                 score=score,
                 evaluate=evaluate,
             )
             await (self._barriers(step) if self._settings.deterministic else self._stream(step))
-        experience = assemble(
-            step.groups,
-            logprob_spec=self._generation.settings.logprob_spec,
-            with_ref=self._evaluators.reference is not None,
-            with_values=self._evaluators.critic is not None,
-        )
-        dropped = {k: v - before.get(k, 0) for k, v in self._drops.totals().items()}
-        return Rollout(
-            experience=experience,
-            dropped={k: v for k, v in dropped.items() if v},
-            generation_seconds=step.generate.seconds,
-            seconds=time.monotonic() - began,
-        )
+        return step
 
     async def _barriers(self, step: _Step) -> None:
         """One phase after the other, with calls of a fixed composition."""
@@ -185,10 +198,19 @@ class Pipeline:
             part = slice(start, start + size)
             await self._generate(step, step.groups[part], step.requests[part])
         alive = [group for group in step.groups if group.samples]
+        if self._settings.group_filter is not None:
+            # What is filtered need not be evaluated.
+            for group, failed in zip(alive, await self._scoring.run(alive), strict=True):
+                await self._settle(step, group, failed)
+            if alive := [group for group in alive if group.samples]:
+                async with asyncio.TaskGroup() as tasks:
+                    for evaluation in self._passes:
+                        tasks.create_task(evaluation.run(alive))
+            return
         # Different services: they may work at the same time, each has its one fixed call.
         async with asyncio.TaskGroup() as tasks:
             failures = tasks.create_task(self._scoring.run(alive))
-            for evaluation in self._evaluations():
+            for evaluation in self._passes:
                 tasks.create_task(evaluation.run(alive))
         for group, failed in zip(alive, failures.result(), strict=True):
             await self._settle(step, group, failed)
@@ -211,7 +233,7 @@ class Pipeline:
                 await stack.enter_async_context(
                     Lane(e.run, width=e.width, weight=_num_tokens, max_weight=CALL_TOKENS)
                 )
-                for e in self._evaluations()
+                for e in self._passes
             ]
             async with asyncio.TaskGroup() as tasks:
                 for start in range(0, len(step.groups), size):
@@ -243,6 +265,13 @@ class Pipeline:
         evaluations: Sequence[Lane[Group, None]],
     ) -> None:
         """Score and evaluate one group."""
+        if self._settings.group_filter is not None:
+            await self._settle(step, group, await score.submit(group))
+            if group.samples:
+                async with asyncio.TaskGroup() as tasks:
+                    for lane in evaluations:
+                        tasks.create_task(lane.submit(group))
+            return
         async with asyncio.TaskGroup() as tasks:
             failures = tasks.create_task(score.submit(group))
             for lane in evaluations:
@@ -270,57 +299,32 @@ class Pipeline:
         await self._ledger.scored(
             {s.sample_id: (r.reward, r.score) for s in kept for r in [group.rewards[s.sample_id]]}
         )
-        if len(kept) < self._settings.min_group:
-            message = f"{len(kept)} valid samples of prompt {group.prompt.prompt_id}"
+        if (objection := self._objection(group, kept)) is not None:
+            reason, message = objection
             lost += [
-                DroppedSample(sample_id=s.sample_id, reason="group_too_small", message=message)
-                for s in kept
+                DroppedSample(sample_id=s.sample_id, reason=reason, message=message) for s in kept
             ]
             kept = []
         await self._ledger.dropped(lost)
         group.samples = kept
         self._drops.keep(len(kept))
+        self._drops.set_aside(FILTERED, sum(d.reason == FILTERED for d in lost))
         for drop in lost:
-            self._drops.drop(drop.reason, drop.message)
+            if drop.reason != FILTERED:
+                self._drops.drop(drop.reason, drop.message)
         step.score.advance(asked)
         step.evaluate.advance(asked)
 
-    def _evaluations(self) -> list[_Evaluation]:
-        """The evaluations that this run needs: policy, reference, critic."""
-        found = [_Evaluation(run=self._old_logprobs)]
-        if self._evaluators.reference is not None:
-            width = self._evaluators.reference_width
-            found.append(_Evaluation(run=self._ref_logprobs, width=width))
-        if self._evaluators.critic is not None:
-            found.append(_Evaluation(run=self._values))
-        return found
-
-    async def _old_logprobs(self, groups: Sequence[Group]) -> list[None]:
-        batches = [group.batch() for group in groups]
-        results = await self._evaluators.policy.forward(
-            batches, output=ForwardOutput.LOGPROBS, temperature=self._settings.temperature
-        )
-        for group, batch, result in zip(groups, batches, results, strict=True):
-            group.old_logprobs.update(_by_sample("policy's log-probability", batch, result.output))
-        return [None] * len(groups)
-
-    async def _ref_logprobs(self, groups: Sequence[Group]) -> list[None]:
-        reference = self._evaluators.reference
-        assert reference is not None  # `_evaluations` asks only then
-        batches = [group.batch() for group in groups]
-        results = await reference.compute_logprobs(batches, temperature=self._settings.temperature)
-        for group, batch, result in zip(groups, batches, results, strict=True):
-            group.ref_logprobs.update(_by_sample("reference's log-probability", batch, result))
-        return [None] * len(groups)
-
-    async def _values(self, groups: Sequence[Group]) -> list[None]:
-        critic = self._evaluators.critic
-        assert critic is not None  # `_evaluations` asks only then
-        batches = [group.batch() for group in groups]
-        results = await critic.forward(batches, output=ForwardOutput.VALUES)
-        for group, batch, result in zip(groups, batches, results, strict=True):
-            group.values.update(_by_sample("critic's value", batch, result.output))
-        return [None] * len(groups)
+    def _objection(self, group: Group, kept: Sequence[Sample]) -> tuple[str, str] | None:
+        """(reason, message) when a group is not to be trained on."""
+        too_small = f"{len(kept)} valid samples of prompt {group.prompt.prompt_id}"
+        if len(kept) < self._settings.min_group:
+            return "group_too_small", too_small
+        rule = self._settings.group_filter
+        verdict = FilterVerdict.KEEP if rule is None else verdict_on(rule, group, kept)
+        if verdict is FilterVerdict.TOO_FEW_SCORES:
+            return "group_too_small", too_small
+        return None if verdict is FilterVerdict.KEEP else (FILTERED, str(verdict))
 
 
 def groups_per_call(settings: GenerationSettings) -> int:
@@ -341,19 +345,3 @@ def _num_samples(group: Group) -> int:
 
 def _num_tokens(group: Group) -> int:
     return sum(len(s.token_ids) for s in group.samples)
-
-
-def _by_sample(
-    what: str, batch: SequenceBatch, flat: NDArray[np.float32]
-) -> dict[str, NDArray[np.float32]]:
-    """Cut a flat [N] result into one array a sample, and refuse what is not finite."""
-    rows = np.split(flat, batch.offsets[1:-1])
-    for name, row in zip(batch.sample_ids, rows, strict=True):
-        if not np.isfinite(row).all():
-            position = int(np.flatnonzero(~np.isfinite(row))[0])
-            raise FatalError(
-                f"the {what} of token {position} is {row[position]}",
-                reason="EVALUATION_NOT_FINITE",
-                sample_id=name,
-            )
-    return dict(zip(batch.sample_ids, rows, strict=True))

@@ -23,13 +23,15 @@ from quartet.trainer.best import BestCheckpoint, best_key
 from quartet.trainer.checkpoints import Checkpoints
 from quartet.trainer.drops import Drops
 from quartet.trainer.evaluate import Evaluation
+from quartet.trainer.evaluators import Evaluators
+from quartet.trainer.filtering import Draw, PromptCursor, group_filter
 from quartet.trainer.generation import Generation, GenerationSettings
 from quartet.trainer.learners import PpoLearners
 from quartet.trainer.metrics import Metrics, rollout_metrics, sample_texts, training_metrics
-from quartet.trainer.pipeline import Evaluators, Pipeline, PipelineSettings, Rollout
+from quartet.trainer.pipeline import Pipeline, PipelineSettings, Rollout
 from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run, absolute
-from quartet.trainer.schedule import Batch, PpoSchedule, SeededBatches
+from quartet.trainer.schedule import PpoSchedule
 from quartet.trainer.scoring import Decode, Scoring
 from quartet.trainer.shaping import Lesson, ShapingSettings, shape
 from quartet.types import SamplingParams
@@ -62,8 +64,8 @@ class PpoLoop:
         self._kl = make_kl_controller(
             config.algo.kl.init_coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon
         )
-        self._batches = SeededBatches(
-            inputs.prompts, batch_size=config.rollout.batch_size, seed=config.train.seed
+        self._cursor = PromptCursor(
+            inputs.prompts, seed=config.train.seed, num_episodes=config.train.num_episodes
         )
         self._scoring = Scoring(
             players.judge,
@@ -127,10 +129,11 @@ class PpoLoop:
             await self._learners.start()
         # The rollout services may hold anything: they are told what the policy is.
         await self._push("start")
-        steps = range(behind + 1, schedule.num_rollouts + 1)
-        batches = self._batches.run(config.train.num_episodes, skip=behind)
-        for step, batch in zip(steps, batches, strict=False):
-            await self._step(step, batch)
+        for step in range(behind + 1, schedule.num_rollouts + 1):
+            draw = self._cursor.draw(config.rollout.batch_size)
+            if not draw.prompts:  # a filter consumes more prompts a step
+                break
+            await self._step(step, draw)
         await self._export()
 
     async def _resume(self) -> int:
@@ -139,6 +142,7 @@ class PpoLoop:
         self._learners.go_on(restored)
         step = int(restored.state["cursor"])
         self._kl.load_state_dict(restored.state["kl"])
+        self._cursor.consumed = int(restored.state["consumed_prompts"])
         # The push at the start repeats the last one.
         self._pushes = int(restored.state["pushes"]) - 1
         if self._best is not None:
@@ -147,28 +151,39 @@ class PpoLoop:
         self._run.sinks.rewind(step)
         return step
 
-    async def _step(self, step: int, batch: Batch[Prompt]) -> None:
+    async def _step(self, step: int, draw: Draw) -> None:
         """From prompts to logged numbers."""
         began = time.monotonic()
         run = self._run
-        prompt_ids = [p.prompt_id for p in batch.rows]
-        plan = {"episode": batch.epoch, "index": batch.index, "prompt_ids": prompt_ids}
+        prompt_ids = [p.prompt_id for p in draw.prompts]
+        plan = {"episode": draw.episode, "first": draw.first, "prompt_ids": prompt_ids}
         await run.ledger.begin_step(step, policy_version=self._policy_version, plan=plan)
         rollout = await self._pipeline.make(
-            step, batch.rows, episode=batch.epoch, policy_version=self._policy_version
+            step,
+            draw.prompts,
+            episode=draw.episode,
+            policy_version=self._policy_version,
+            more=lambda count: self._cursor.draw(count, episode=draw.episode).prompts,
         )
         metrics: Metrics = {f"dropped/{k}": float(v) for k, v in rollout.dropped.items()}
+        if rollout.pass_rate is not None:
+            metrics["dynamic_filtering_pass_rate"] = rollout.pass_rate
         if len(rollout.experience):
             metrics |= await self._learn(step, rollout)
         else:
             run.progress.say(f"step {step}: no sample is left, so nothing is trained")
         metrics |= {
-            "episode": float(batch.epoch),
+            "episode": float(draw.episode),
             "timing/generation": rollout.generation_seconds,
             "timing/make_experience": rollout.seconds - rollout.generation_seconds,
             "timing/step_total": time.monotonic() - began,
         }
-        state = {"cursor": step, "kl": self._kl.state_dict(), "pushes": self._pushes}
+        state = {
+            "cursor": step,
+            "consumed_prompts": self._cursor.consumed,
+            "kl": self._kl.state_dict(),
+            "pushes": self._pushes,
+        }
         await run.ledger.end_step(step, metrics=metrics, state=state)
         if step % self._config.logger.logging_steps == 0:
             run.sinks.log("train", step, metrics)
@@ -358,6 +373,7 @@ def _pipeline(config: PpoConfig, run: Run, players: Players, scoring: Scoring) -
         PipelineSettings(
             temperature=config.rollout.temperature,
             min_group=2 if needs_groups(config) else 1,
+            group_filter=group_filter(config),
             deterministic=deterministic,
             max_groups_in_flight=_groups_in_flight(config, players),
         ),

@@ -42,6 +42,11 @@ CASES = [
         {"train.colocate_all": True, "train.colocate_critic_reward": True},
         "colocate_all shares all GPUs already",
     ),
+    (
+        PpoConfig,
+        {"algo.dynamic_filtering_mean_only": True},
+        "no effect without --algo.dynamic_filtering_enable",
+    ),
     (PpoConfig, {"eval.dataset": "a/b"}, "PPO evaluates only with --eval.steps N"),
     (PpoConfig, {"vllm.enforce_eager": True}, "no effect on the engine transformers"),
     (
