@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quartet.config.machine import this_machine
 from quartet.demo.measure import measure
 from quartet.demo.outcome import summary, verdict, write_report
 from quartet.demo.task import TaskFiles, read_rows, write_task
@@ -62,6 +63,8 @@ class Demo:
     def prepare(self) -> TaskFiles:
         """Write the data, and a model with random weights and a tokenizer trained on that data."""
         clear(self.folder)
+        sys.stdout.write("making data, a tokenizer and a model with random weights\n")
+        sys.stdout.flush()
         files = write_task(self.folder / "data")
         texts = [row["prompt"] + row["completion"] for row in read_rows(files.sft)]
         tokenizer = train_tokenizer(texts, vocab=SHAPE.vocab, max_length=SHAPE.max_length)
@@ -163,6 +166,15 @@ def clear(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
+def _quieten_libraries() -> None:
+    """Keep what is said of saving a small file, and of the missing GPU, off the terminal."""
+    if this_machine().num_gpus == 0:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m quartet.demo", description=__doc__)
@@ -182,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (args.recipes / "ppo.yaml").is_file():
         sys.stderr.write(f"error: there are no recipes in {args.recipes}; use --recipes\n")
         return 2
+    _quieten_libraries()
     try:
         return Demo(folder=args.run_dir, engine=args.engine, recipes=args.recipes).run()
     except FileExistsError as error:

@@ -21,6 +21,10 @@ HEARTBEAT_SECONDS = 10.0
 """How often a phase that takes long says so when the output is no terminal."""
 
 
+RATED = frozenset({"samples", "tokens", "pairs", "steps"})
+"""Units whose rate means something; services start at none."""
+
+
 class Phase:
     """A piece of work under way. Made by `Progress.phase`."""
 
@@ -83,7 +87,7 @@ class Phase:
         """What it did, as one line."""
         rate = self.done / self.seconds if self.seconds > 0 else 0.0
         counted = f" {self.done:g} {self.unit}" if self.done else ""
-        speed = f" ({rate:.1f} {self.unit}/s)" if self.done else ""
+        speed = f" ({rate:.1f} {self.unit}/s)" if self.done and self.unit in RATED else ""
         note = f", {self.note}" if self.note else ""
         return f"{self.name}:{counted} in {self.seconds:.1f} s{speed}{note}"
 
