@@ -75,15 +75,14 @@ def test_filtered_groups_are_replaced(tmp_path, tiny_model_dir):
         *("--run.dir", str(tmp_path), "--run.name", "run", *COMMON),
     )
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    # Two samples a group: those that differ have mean 1/2, all others are filtered.
-    assert all(row["score"] == 0.5 for row in rows)
-    trained = sum(row["num_samples_trained"] for row in rows)
-    filtered = sum(row.get("dropped/filtered", 0) for row in rows)
-    assert filtered > 0
-    assert trained + filtered == 24
-    for row in rows:
-        accepted, lost = row["num_samples_trained"] / 2, row.get("dropped/filtered", 0) / 2
-        assert row["dynamic_filtering_pass_rate"] == pytest.approx(
-            100 * accepted / (accepted + lost)
-        )
-    assert all(row["num_samples_trained"] == 8 for row in rows[:-1])
+    # What the data's end leaves may hold no group that is worth training on.
+    counts = [row.get("num_samples_trained", 0) for row in rows]
+    lost = [row.get("dropped/filtered", 0) for row in rows]
+    assert sum(lost) > 0
+    assert sum(counts) + sum(lost) == 24
+    assert all(count == 8 for count in counts[:-1])
+    for row, count, filtered in zip(rows, counts, lost, strict=True):
+        rate = 100 * count / (count + filtered)
+        assert row["dynamic_filtering_pass_rate"] == pytest.approx(rate)
+        # Two samples a group: those that differ have a mean of 1/2.
+        assert row.get("score", 0.5) == 0.5
