@@ -74,24 +74,26 @@ def used_fields(loss: Loss, samples: TrainSamples) -> tuple[str, ...]:
     return (*needed, *(name for name in logged if name in there and name not in needed))
 
 
-def check_run(spec: RunSpec, experts_taken: int, *, reentrant: bool = False) -> None:
+def check_run(
+    spec: RunSpec, experts_taken: int, *, zero_stage: int = 0, reentrant: bool = False
+) -> None:
     """Raise for what the learner cannot do in a run.
 
     Args:
         spec: the run.
         experts_taken: by each token; 0 for a model without a router.
+        zero_stage: the one that DeepSpeed is given.
         reentrant: whether gradients are checkpointed in the reentrant way.
 
     Raises:
-        RequestError: there is no such optimizer.
-        ConfigError: a router loss that this model cannot have.
+        ConfigError: a router loss that this model cannot have, or Muon on parts of matrices.
     """
-    if spec.optimizer.type != "adam":
-        raise _wrong(
-            f"the learner has no optimizer {spec.optimizer.type}",
-            "optimizer.type",
-            spec.optimizer.type,
-            "use adam",
+    if spec.optimizer.type == "muon" and zero_stage > 0:
+        raise ConfigError(
+            f"Muon needs whole matrices, and ZeRO stage {zero_stage} cuts them",
+            field="optim",
+            value="muon",
+            remedy="use --ds.zero_stage 0 with --ds.param_dtype fp32 and no --ds.adam_offload",
         )
     if spec.with_router_loss:
         _check_router_loss(experts_taken, reentrant)

@@ -57,6 +57,7 @@ class Conductor:
         checks.check_run(
             request.spec,
             self.engine.model.experts_taken,
+            zero_stage=effective_zero_stage(settings),
             reentrant=settings.gradient_checkpointing and settings.gradient_checkpointing_reentrant,
         )
         return self._on_all_ranks("start_run", request.spec)

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from quartet.errors import ConfigError
-from quartet.types import OptimizerConfig, RunSpec, ScheduleConfig
+from quartet.types import MuonConfig, OptimizerConfig, RunSpec, ScheduleConfig
+from quartet_learner.model import TrainedModel
+from quartet_learner.muon import build_muon
 from quartet_learner.settings import LearnerSettings
 
 log = logging.getLogger(__name__)
@@ -39,17 +41,12 @@ def parameter_groups(
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, settings: LearnerSettings
+    model: TrainedModel, config: OptimizerConfig, settings: LearnerSettings
 ) -> torch.optim.Optimizer:
-    """AdamW: torch's fused kernels, which need no compiler, or DeepSpeed's on the CPU."""
-    if config.type != "adam":
-        raise ConfigError(
-            f"the learner has no optimizer {config.type}",
-            field="optimizer.type",
-            value=config.type,
-            remedy="use adam",
-        )
+    """AdamW: torch's fused kernels, which need no compiler, or DeepSpeed's on the CPU; or Muon."""
     groups = parameter_groups(model.named_parameters(), config.weight_decay)
+    if config.type == "muon":
+        return build_muon(model.hf, config, config.muon or MuonConfig(), groups)
     if settings.adam_offload:
         remove_stale_build_locks()
         from deepspeed.ops.adam import DeepSpeedCPUAdam

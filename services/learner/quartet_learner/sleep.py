@@ -49,7 +49,8 @@ def wake(deepspeed: Any) -> None:
 def _move(deepspeed: Any, device: torch.device) -> None:
     """Stage 0: DeepSpeed has no method for it, so move the model and the optimizer's tensors."""
     deepspeed.module.to(device)
-    for state in deepspeed.optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim > 0:
-                state[name] = value.to(device)
+    for part in getattr(deepspeed.optimizer, "parts", (deepspeed.optimizer,)):
+        for state in part.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    state[name] = value.to(device)

@@ -33,9 +33,9 @@ class MuonConfig:
     momentum: float = 0.95
     """Momentum."""
     ns_steps: int = 5
-    """Newton-Schulz iterations. DeepSpeed fixes them at 5, so another value is refused."""
+    """Newton-Schulz iterations."""
     nesterov: bool = True
-    """Nesterov momentum. DeepSpeed always uses it, so `no_nesterov` is refused."""
+    """Nesterov momentum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class OptimizerFields:
     """What one optimizer and its schedule need."""
 
     optim: Literal["adam", "muon"] = "adam"
-    """Optimizer."""
+    """Optimizer. muon needs `ds.zero_stage` 0, `ds.param_dtype` fp32 and `max_norm` 0."""
     adam: AdamConfig = field(default_factory=AdamConfig)
     """AdamW."""
     muon: MuonConfig = field(default_factory=MuonConfig)

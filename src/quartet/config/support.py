@@ -42,9 +42,6 @@ _NO_RING = Refusal(
     why="a sequence is not spread over GPUs in this release",
     instead="leave it at 1; lower --data.max_len, or add --actor.gradient_checkpointing_enable",
 )
-_NO_MUON = Refusal(
-    why="the learner optimises with AdamW only in this release", instead="leave the flag away"
-)
 
 REFUSED: Mapping[str, Refusal] = {
     "train.async_enable": _NO_ASYNC,
@@ -106,11 +103,6 @@ REFUSED: Mapping[str, Refusal] = {
         why="learners do not sleep between the phases in this release",
         instead="use --ds.adam_offload to keep the optimizer in main memory",
     ),
-    **{
-        f"{prefix}{name}": _NO_MUON
-        for prefix in ("", "actor.", "critic.")
-        for name in ("optim", "muon.lr", "muon.momentum", "muon.ns_steps", "muon.nesterov")
-    },
     "local_rank": Refusal(
         why="Quartet starts its own processes",
         instead="start `quartet train` once, without deepspeed or torchrun",
@@ -151,6 +143,11 @@ EXPLAINED: Mapping[str, str] = {
     "attention, and the service says so.",
     "model.loss_type": "sigmoid or logexp; OpenRLHF takes any other word for logexp.",
     "critic.model_name_or_path": "Only gae has a critic.",
+    **{
+        f"{prefix}muon.{name}": "OpenRLHF ignores it."
+        for prefix in ("", "actor.", "critic.")
+        for name in ("ns_steps", "nesterov")
+    },
     "actor.aux_loss_coef": "The mean over sequences of each one's balance loss, by tokens, so it "
     "does not depend on the cut into micro-batches; OpenRLHF takes one of each micro-batch.",
     "model.aux_loss_coef": "The mean over sequences of each one's balance loss, by tokens, so it "

@@ -22,6 +22,7 @@ RULE = (
     "--data.prompt_dataset org/prompts --algo.advantage.estimator group_norm "
     "--rollout.n_samples_per_prompt 4 "
 )
+WHOLE = "--ds.zero_stage 0 --ds.param_dtype fp32"
 SFT = "--model.model_name_or_path org/lm --data.dataset org/data --data.output_key answer "
 PAIRS = "--model.model_name_or_path org/lm --data.dataset org/pairs "
 LEARNER = "--learner.model_name_or_path org/lm "
@@ -126,15 +127,17 @@ CASES = [
     ("rm", PAIRS + "--model.loss_type logexp --model.margin_loss_enable",
      "model.margin_loss_enable"),
     ("dpo", PAIRS + "--model.ipo_enable --model.label_smoothing 0.1", "model.label_smoothing"),
-    ("sft", SFT + "--optim muon", "max_norm"),
-    ("sft", SFT + "--optim muon --max_norm 0", None),
-    ("sft", SFT + "--muon.ns_steps 6", "muon.ns_steps"),
-    ("sft", SFT + "--muon.no_nesterov", "muon.no_nesterov"),
+    ("sft", SFT + "--optim muon " + WHOLE, "max_norm"),
+    ("sft", SFT + "--optim muon --max_norm 0 " + WHOLE, None),
+    ("sft", SFT + "--optim muon --max_norm 0 --muon.ns_steps 6 --muon.no_nesterov " + WHOLE, None),
+    ("sft", SFT + "--optim muon --max_norm 0 --ds.param_dtype fp32", "optim"),
+    ("sft", SFT + "--optim muon --max_norm 0 --ds.zero_stage 0", "optim"),
+    ("sft", SFT + "--optim muon --max_norm 0 --ds.adam_offload " + WHOLE, "optim"),
     ("sft", SFT + "--lr_scheduler cosin", "lr_scheduler"),
     ("ppo", PPO + "--actor.lr_scheduler reduce_lr_on_plateau", "actor.lr_scheduler"),
     ("ppo", PPO + "--critic.lr_scheduler x", "critic.lr_scheduler"),
-    ("ppo", PPO + "--critic.optim muon", "critic.max_norm"),
-    ("ppo", PPO + "--actor.muon.no_nesterov", "actor.muon.no_nesterov"),
+    ("ppo", PPO + "--critic.optim muon " + WHOLE, "critic.max_norm"),
+    ("ppo", PPO + "--actor.optim muon --actor.max_norm 0", "actor.optim"),
     # advantages and the critic
     *[
         ("ppo", PPO + f"--algo.advantage.estimator {name}", "rollout.n_samples_per_prompt")

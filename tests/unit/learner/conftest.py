@@ -11,6 +11,8 @@ import pytest
 import torch
 from quartet_learner.losses import StepCounts, TokenBatch
 
+from quartet.types import OptimizerConfig
+
 VECTORS = Path(__file__).parents[2] / "vectors"
 
 
@@ -88,12 +90,13 @@ def make_engine(tiny_model_dir: Path, group: Any) -> Callable[..., Any]:
     from quartet_learner.engine import LearnerEngine
     from quartet_learner.settings import LearnerSettings
 
-    from quartet.types import OptimizerConfig, RunSpec, ScheduleConfig
+    from quartet.types import RunSpec, ScheduleConfig
 
     def make(
         *,
         model: Path | str | None = None,
         lr: float = 1e-3,
+        optimizer: OptimizerConfig | None = None,
         weight_decay: float = 0.0,
         schedule: ScheduleConfig | None = None,
         max_norm: float = 1.0,
@@ -109,7 +112,7 @@ def make_engine(tiny_model_dir: Path, group: Any) -> Callable[..., Any]:
         engine.start_run(
             RunSpec(
                 run_id=run_id,
-                optimizer=OptimizerConfig(lr=lr, weight_decay=weight_decay),
+                optimizer=optimizer or OptimizerConfig(lr=lr, weight_decay=weight_decay),
                 schedule=schedule or ScheduleConfig(name="constant", total_steps=100),
                 max_norm=max_norm,
                 seed=seed,

@@ -18,12 +18,8 @@ from quartet.types import (
     LogprobKind,
     LogprobSpec,
     MismatchCorrection,
-    MuonConfig,
-    OptimizerConfig,
     PairwiseLoss,
     PolicyLoss,
-    RunSpec,
-    ScheduleConfig,
     SequenceBatch,
     SftLoss,
     TrainSamples,
@@ -194,19 +190,13 @@ def test_pairs():
     refuse(checks.check_joined, PairwiseLoss(), too_many, 10, 0)
 
 
-def test_forward_and_run():
+def test_forward():
     sequences = make_samples().sequences
     values = ForwardRequest(chunk_id="c", sequences=sequences, output=ForwardOutput.VALUES)
     refuse(checks.check_forward, values, ForwardOutput.LOGPROBS)
     entropy = ForwardRequest(chunk_id="c", sequences=sequences, with_entropy=True)
     refuse(checks.check_forward, entropy, ForwardOutput.VALUES)
     checks.check_forward(entropy, ForwardOutput.LOGPROBS)
-    muon = RunSpec(
-        run_id="r",
-        optimizer=OptimizerConfig(type="muon", muon=MuonConfig()),
-        schedule=ScheduleConfig(),
-    )
-    assert refuse(checks.check_run, muon, 0).info.field == "optimizer.type"
 
 
 def test_join_and_take_are_inverse():

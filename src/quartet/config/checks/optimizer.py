@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from quartet.config.ds import TrainingFields
 from quartet.config.optim import OptimizerFields
 from quartet.config.tree import wrong
 from quartet.errors import ConfigError
@@ -26,14 +27,15 @@ SCHEDULES = (
 
 def check_optimizers(config: Any) -> Iterator[ConfigError]:
     """Every optimizer of a training configuration."""
+    ds: TrainingFields = config.ds
     if isinstance(config, OptimizerFields):
-        yield from _check(config, "")
+        yield from _check(config, ds, "")
         return
-    yield from _check(config.actor, "actor.")
-    yield from _check(config.critic, "critic.")
+    yield from _check(config.actor, ds, "actor.")
+    yield from _check(config.critic, ds, "critic.")
 
 
-def _check(section: OptimizerFields, prefix: str) -> Iterator[ConfigError]:
+def _check(section: OptimizerFields, ds: TrainingFields, prefix: str) -> Iterator[ConfigError]:
     if section.lr_scheduler not in SCHEDULES:
         yield wrong(
             f"{prefix}lr_scheduler",
@@ -41,21 +43,16 @@ def _check(section: OptimizerFields, prefix: str) -> Iterator[ConfigError]:
             "is no known schedule",
             f"take one of {', '.join(SCHEDULES)}",
         )
-    if section.muon.ns_steps != 5:
+    if section.optim != "muon":
+        return
+    if ds.zero_stage != 0 or ds.param_dtype != "fp32" or ds.adam_offload:
         yield wrong(
-            f"{prefix}muon.ns_steps",
-            section.muon.ns_steps,
-            "DeepSpeed's Muon always iterates 5 times",
-            "leave the flag away",
+            f"{prefix}optim",
+            section.optim,
+            "needs whole matrices in fp32, which ZeRO cuts into parts",
+            "use --ds.zero_stage 0 --ds.param_dtype fp32, without --ds.adam_offload",
         )
-    if not section.muon.nesterov:
-        yield wrong(
-            f"{prefix}muon.no_nesterov",
-            None,
-            "DeepSpeed's Muon always uses Nesterov momentum",
-            "leave the flag away",
-        )
-    if section.optim == "muon" and section.max_norm > 0:
+    if section.max_norm > 0:
         yield wrong(
             f"{prefix}max_norm",
             section.max_norm,
