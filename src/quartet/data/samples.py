@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ def token_batch(samples: Sequence[TokenSample]) -> TrainSamples:
         sequences=SequenceBatch(
             token_ids=_join([s.token_ids for s in samples], np.dtype(np.int32)),
             lengths=np.array([len(s) for s in samples], dtype=np.int32),
-            sample_ids=tuple(s.sample_id for s in samples),
+            sample_ids=_distinct([s.sample_id for s in samples]),
         ),
         action_mask=_join([s.loss_mask for s in samples], np.dtype(np.bool_)),
     )
@@ -80,6 +81,19 @@ def pair_batch(pairs: Sequence[PreferencePair]) -> TrainSamples:
         action_mask=batch.action_mask,
         margins=np.array([pair.margin for pair in pairs], dtype=np.float32),
     )
+
+
+def _distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """Names with the second of a kind marked "#2": the same text may stand twice in a batch.
+
+    Data sets repeat rows, and preference data sets one good answer beside several bad ones.
+    """
+    seen: Counter[str] = Counter()
+    result = []
+    for name in names:
+        seen[name] += 1
+        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return tuple(result)
 
 
 def _join(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
