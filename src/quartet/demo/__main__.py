@@ -30,6 +30,7 @@ SHAPE = TinyShape(
 )
 """About half a million parameters; every word of the task becomes one token."""
 
+REPORT = "report.html"
 _MARK = ".quartet-demo"
 _OWN_FOLDERS = ("data", "models", "sft", "rm", "ppo")
 
@@ -131,7 +132,7 @@ class Demo:
                 )
                 for name in ("sft", "ppo")
             )
-        report = self.folder / "report.html"
+        report = self.folder / REPORT
         write_report(
             report,
             runs={name: self.folder / name for name in self.commands},
@@ -139,7 +140,10 @@ class Demo:
             before=before,
             after=after,
         )
-        sys.stdout.write(f"\n{summary(before, after, seconds=self.seconds)}\nreport: {report}\n")
+        sys.stdout.write(
+            f"\n{summary(before, after, seconds=self.seconds)}\nreport: {report}\n"
+            f"models: {self.folder / 'models'}; each command above also runs by itself\n"
+        )
         problems = verdict(before, after)
         sys.stdout.write("".join(f"FAILED: {problem}\n" for problem in problems))
         return 1 if problems else 0
@@ -161,7 +165,10 @@ def clear(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / _MARK).exists():
         raise FileExistsError(f"{folder} holds something that is not the demo's")
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / _MARK).exists():
+        sys.stdout.write(f"{folder}: this demo takes the place of the last one\n")
     (folder / _MARK).touch()
+    (folder / REPORT).unlink(missing_ok=True)  # it tells of models that are about to go
     for name in _OWN_FOLDERS:
         shutil.rmtree(folder / name, ignore_errors=True)
 

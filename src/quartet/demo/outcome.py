@@ -39,7 +39,7 @@ def summary(before: Measurement, after: Measurement, *, seconds: Mapping[str, fl
     for name, title in ROWS.items():
         lines.append(f"{title:<34}{getattr(before, name):>10.3f}{getattr(after, name):>10.3f}")
     for title, measured in (("before PPO", before), ("after PPO", after)):
-        lines.append(f"\n{title}:")
+        lines.append(f"\n{title} [lexicon score]:")
         lines += [f"  {s.prompt}{s.completion}  [{s.gold:+.2f}]" for s in measured.samples[:SHOWN]]
     times = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
     lines.append(f"\ntime: {times}")

@@ -100,7 +100,11 @@ def test_old_runs_are_cleared_and_other_folders_are_not_touched(tmp_path, capsys
     clear(tmp_path / "demo")
     (tmp_path / "demo" / "sft").mkdir()
     (tmp_path / "demo" / "notes.txt").touch()
+    (tmp_path / "demo" / "report.html").touch()
+    assert capsys.readouterr().out == ""
     clear(tmp_path / "demo")
+    assert "takes the place of the last one" in capsys.readouterr().out
+    assert not (tmp_path / "demo" / "report.html").exists()
     assert not (tmp_path / "demo" / "sft").exists()
     assert (tmp_path / "demo" / "notes.txt").exists()
     (tmp_path / "mine").mkdir()
