@@ -20,6 +20,8 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         """Serve one room."""
         self._room = room
         self._completions = IdempotencyCache[pb.GenerateResponse]()
+        # A repeat joins the wait for the group: to leave it would end the push for all members.
+        self._prepared = IdempotencyCache[pb.PrepareWeightsResponse](stop_with_callers=False)
         # A late repeat of a Sleep must not put a replica that has been woken back to sleep.
         self._sleeps = IdempotencyCache[pb.SleepResponse](stop_with_callers=False)
         self._wakes = IdempotencyCache[pb.WakeResponse](stop_with_callers=False)
@@ -47,9 +49,14 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def PrepareWeights(
         self, request: pb.PrepareWeightsRequest, context: grpc.aio.ServicerContext
     ) -> pb.PrepareWeightsResponse:
-        """First phase of a push."""
+        """First phase of a push, once an epoch and request_id."""
         call = codec.decode_prepare_weights_request(request)
-        return codec.encode_prepare_weights_result(await self._room.prepare(call))
+
+        async def prepare() -> pb.PrepareWeightsResponse:
+            return codec.encode_prepare_weights_result(await self._room.prepare(call))
+
+        # All attempts of a push may share their request_id.
+        return await self._prepared.run(f"{call.epoch}/{call.request_id}", prepare)
 
     async def ReceiveWeights(
         self, request: pb.ReceiveWeightsRequest, context: grpc.aio.ServicerContext

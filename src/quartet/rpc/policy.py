@@ -29,6 +29,9 @@ KEEPALIVE_SECONDS = 30
 KEEPALIVE_TIMEOUT_SECONDS = 15
 """No answer for so long: the connection is dead."""
 
+CONNECT_SECONDS = 20
+"""Longest time to open a connection, both sides' first words included: a busy machine is slow."""
+
 REQUEST_ID_KEY = "quartet-request-id"
 """Metadata key that carries a call's request_id to the server's log."""
 
@@ -60,8 +63,8 @@ _METHODS: dict[str, dict[str, MethodPolicy]] = {
     "quartet.api.rollout.v1.RolloutService": {
         "GetInfo": _control(10),
         "Generate": _work(_HOUR),
-        # A push is repeated as a whole, under a new epoch; no phase of it alone.
-        "PrepareWeights": _control(2 * _MINUTE, idempotent=False),
+        "PrepareWeights": _control(2 * _MINUTE),
+        # What was received or swapped is not known after a lost call: the push is repeated.
         "ReceiveWeights": _control(30 * _MINUTE, idempotent=False),
         "CommitWeights": _control(2 * _MINUTE, idempotent=False),
         "AbortWeights": _control(30),
@@ -91,7 +94,7 @@ _METHODS: dict[str, dict[str, MethodPolicy]] = {
         "SaveCheckpoint": _work(_HOUR),
         "LoadCheckpoint": _work(_HOUR),
         "ExportModel": _work(_HOUR),
-        "PushWeights": _work(_HOUR, idempotent=False),
+        "PushWeights": _work(_HOUR),
         "Sleep": _control(5 * _MINUTE),
         "Wake": _control(5 * _MINUTE),
     },
@@ -180,7 +183,8 @@ def channel_options(*, retry: bool, spread: bool) -> tuple[tuple[str, int | str]
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
         # A replica that comes back is found within a second or two, not after two minutes.
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 200),
+        # No backoff in spite of its name: how long one try to connect may take.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_SECONDS * 1000),
         ("grpc.max_reconnect_backoff_ms", 2000),
         # Channels to the same address stay separate: each client counts and closes its own.
         ("grpc.use_local_subchannel_pool", 1),

@@ -177,6 +177,15 @@ async def test_push_through_the_real_methods(
     assert np.array_equal(forward.output[3:], tokens.logprobs)
 
 
+async def test_a_lost_prepare_does_not_fail_a_push(
+    rollouts: RolloutClient, learners: LearnerClient, rollout: FakeRollout
+) -> None:
+    rollout.script.fail("PrepareWeights", UnavailableError("tcp handshaker shutdown"), times=1)
+    result = await learners.push_weights(policy_version=5, addresses=[rollouts.address])
+    assert [r.committed for r in result.replicas] == [True]
+    assert rollout.script.count("PrepareWeights") == 2
+
+
 def samples(rows: list[list[int]], **arrays: Any) -> TrainSamples:
     return TrainSamples(sequences=SequenceBatch.of(rows), **arrays)
 

@@ -9,16 +9,18 @@ from quartet.clients import RolloutClient
 from quartet.config import RolloutServeConfig
 from quartet.config.sampling import RolloutEngineConfig
 from quartet.data.tokenizer import fingerprint
-from quartet.errors import RequestError
+from quartet.errors import RequestError, StateError
 from quartet.obs import metrics
 from quartet.testing.loopback import loopback
 from quartet.types import (
     LogprobKind,
     PromptGroup,
     PushBackend,
+    Rendezvous,
     ReplicaState,
     SamplingParams,
 )
+from quartet.types.requests import AbortWeightsRequest, PrepareWeightsRequest
 from quartet.weights import manifest_of_model
 
 
@@ -75,3 +77,25 @@ async def test_serves_over_grpc(serve_config, model, tiny_model_dir):
     assert metrics.GENERATED_TOKENS._value.get() - before == count > 0
     assert caught.value.info.reason == "PROMPT_TOO_LONG"
     assert caught.value.info.replica == info.info.replica
+
+
+async def test_a_repeated_prepare_joins_once(serve_config, tmp_path):
+    async with loopback(RolloutService(serve_config)) as address, RolloutClient(address) as client:
+        info = await client.get_info(include_manifest=True)
+        assert info.manifest is not None
+        request = PrepareWeightsRequest(
+            request_id="p",
+            epoch=3,
+            policy_version=1,
+            manifest=info.manifest,
+            backend=PushBackend.FILE,
+            rendezvous=Rendezvous(folder=str(tmp_path)),
+            rank=1,
+            world_size=2,
+            group_timeout=5.0,
+        )
+        first, again = await client.prepare_weights(request), await client.prepare_weights(request)
+        with pytest.raises(StateError, match="epoch 3 is not newer than 3"):
+            await client.prepare_weights(dataclasses.replace(request, request_id="q"))
+        await client.abort_weights(AbortWeightsRequest(epoch=3))
+    assert first == again

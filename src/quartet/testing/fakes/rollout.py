@@ -73,6 +73,7 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         self._failures: dict[str, Failure] = {}
         self._held: dict[str, asyncio.Event] = {}
         self._answers: IdempotencyCache[pb.GenerateResponse] = IdempotencyCache()
+        self._prepared: IdempotencyCache[pb.PrepareWeightsResponse] = IdempotencyCache()
 
     def fail_sample(self, sample_id: str, failure: Failure) -> None:
         """Answer `failure` in the place of this sample."""
@@ -194,10 +195,14 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         """Note the epoch."""
         asked = codec.decode_prepare_weights_request(request)
         await self.script.enter("PrepareWeights", asked)
-        if asked.epoch <= self._epoch:
-            raise InfraError(f"epoch {asked.epoch} is over", reason="EPOCH_LOST")
-        self._epoch = asked.epoch
-        return codec.encode_prepare_weights_result(PrepareWeightsResult(replica=self.replica))
+
+        async def prepare() -> pb.PrepareWeightsResponse:
+            if asked.epoch <= self._epoch:
+                raise InfraError(f"epoch {asked.epoch} is over", reason="EPOCH_LOST")
+            self._epoch = asked.epoch
+            return codec.encode_prepare_weights_result(PrepareWeightsResult(replica=self.replica))
+
+        return await self._prepared.run(f"{asked.epoch}/{asked.request_id}", prepare)
 
     async def ReceiveWeights(
         self, request: pb.ReceiveWeightsRequest, context: Any

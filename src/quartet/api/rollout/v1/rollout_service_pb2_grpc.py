@@ -126,6 +126,7 @@ class RolloutServiceServicer:
 
     def PrepareWeights(self, request, context):
         """First phase of a push: checks names, shapes, data types and space, and joins the group.
+        Idempotent by epoch and request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,7 +50,9 @@ class RolloutServiceStub:
     caller goes away, the engine stops the call's completions.
     """
     PrepareWeights: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.PrepareWeightsRequest, _rollout_service_pb2.PrepareWeightsResponse]
-    """First phase of a push: checks names, shapes, data types and space, and joins the group."""
+    """First phase of a push: checks names, shapes, data types and space, and joins the group.
+    Idempotent by epoch and request_id.
+    """
     ReceiveWeights: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.ReceiveWeightsRequest, _rollout_service_pb2.ReceiveWeightsResponse]
     """Second phase. The stream says READY before the receiver enters the broadcast, then one event a
     bucket, then DONE. A receiver that cannot keep a bucket goes on reading and says FAILED at the end.
@@ -90,7 +92,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     caller goes away, the engine stops the call's completions.
     """
     PrepareWeights: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.PrepareWeightsRequest, _rollout_service_pb2.PrepareWeightsResponse]  # type: ignore[assignment]
-    """First phase of a push: checks names, shapes, data types and space, and joins the group."""
+    """First phase of a push: checks names, shapes, data types and space, and joins the group.
+    Idempotent by epoch and request_id.
+    """
     ReceiveWeights: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.ReceiveWeightsRequest, _rollout_service_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
     """Second phase. The stream says READY before the receiver enters the broadcast, then one event a
     bucket, then DONE. A receiver that cannot keep a bucket goes on reading and says FAILED at the end.
@@ -145,7 +149,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.PrepareWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.PrepareWeightsResponse, _abc.Awaitable[_rollout_service_pb2.PrepareWeightsResponse]]:
-        """First phase of a push: checks names, shapes, data types and space, and joins the group."""
+        """First phase of a push: checks names, shapes, data types and space, and joins the group.
+        Idempotent by epoch and request_id.
+        """
 
     @_abc_1.abstractmethod
     def ReceiveWeights(
