@@ -40,6 +40,8 @@ class Limit:
             bounds.append(f"{'above' if self.low_open else 'at least'} {self.low:g}")
         if self.high < math.inf:
             bounds.append(f"{'below' if self.high_open else 'at most'} {self.high:g}")
+        elif self.high_open:
+            bounds.append("finite")
         return " or ".join([*parts, " and ".join(bounds)])
 
 
@@ -51,7 +53,19 @@ _WEIGHT = Limit(low=0, high=math.inf, high_open=True)
 _SHARE = Limit(low=0, high=1)
 _DECAY = Limit(low=0, high=1, high_open=True)
 _PORT = Limit(low=0, high=65535)
-_ANY = Limit(high=math.inf, high_open=True)
+_ANY = Limit(low_open=True, high_open=True)
+
+_INT32 = 2**31 - 1
+_INT64 = 2**63 - 1
+
+LARGEST: Mapping[str, int] = {
+    # Python, NumPy and torch all take seeds of 32 bits.
+    "train.seed": 2**32 - 1,
+    "train.max_tokens_per_gpu": _INT64,
+    "rollout.max_tokens_per_gpu": _INT64,
+    "push.bucket_bytes": _INT64,
+}
+"""Integers that may be larger than 32 bits with a sign, which is how the others travel."""
 
 _OPTIMIZER: Mapping[str, Limit] = {
     "adam.lr": _WEIGHT,
@@ -172,7 +186,7 @@ _REMEDIES: Mapping[str, str] = {
 
 
 def check_limits(config: Any) -> Iterator[ConfigError]:
-    """Every number that lies outside its range."""
+    """Every number that lies outside its range, or is too large to be sent to a service."""
     for name in leaves(type(config)):
         limit = LIMITS.get(name)
         value = value_of(config, name)
@@ -181,6 +195,11 @@ def check_limits(config: Any) -> Iterator[ConfigError]:
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(limit.admits(number) for number in numbers):
             remedy = _REMEDIES.get(
-                name, f"give {'numbers' if len(numbers) > 1 else 'a number'} {limit}"
+                name,
+                f"give {'numbers that are' if len(numbers) > 1 else 'a number that is'} {limit}",
             )
             yield wrong(name, value, f"must be {limit}", remedy)
+            continue
+        largest = LARGEST.get(name, _INT32)
+        if any(isinstance(number, int) and number > largest for number in numbers):
+            yield wrong(name, value, "is too large", f"give at most {largest}")

@@ -85,6 +85,8 @@ def test_outside_is_refused(cls: type, name: str, value: float):
         (Limit(low=1, also=-1), "-1 or at least 1"),
         (Limit(low=0, low_open=True, high=1), "above 0 and at most 1"),
         (Limit(low=0, high=0.5, high_open=True), "at least 0 and below 0.5"),
+        (Limit(low=0, high_open=True), "at least 0 and finite"),
+        (Limit(low_open=True, high_open=True), "finite"),
     ],
 )
 def test_limits_in_words(limit: Limit, text: str):
@@ -114,3 +116,33 @@ def test_what_openrlhf_accepts_although_it_is_broken(name: str, value: float):
 
 def test_infinite_where_it_means_something():
     assert list(check_limits(build(config.PpoConfig, {"ckpt.max_mem": math.inf}, {}))) == []
+
+
+INTEGERS = [
+    (cls, name)
+    for cls in ALL
+    for name, leaf in leaves(cls).items()
+    if name in LIMITS and int in leaf.options and not math.isfinite(LIMITS[name].high)
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), INTEGERS, ids=[f"{c.__name__}-{n}" for c, n in INTEGERS])
+def test_integers_that_no_message_holds(cls: type, name: str):
+    (error,) = check_limits(build(cls, {name: 10**20}, {}))
+    assert error.info.field == name
+    assert "is too large" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "largest"), [("train.seed", 2**32 - 1), ("push.bucket_bytes", 2**63 - 1)]
+)
+def test_the_largest_integers(name: str, largest: int):
+    assert list(check_limits(build(config.PpoConfig, {name: largest}, {}))) == []
+    (error,) = check_limits(build(config.PpoConfig, {name: largest + 1}, {}))
+    assert str(error).endswith(f"(give at most {largest})")
+
+
+def test_numbers_that_are_none():
+    (error,) = check_limits(build(config.PpoConfig, {"reward.clip_range": (math.nan,) * 2}, {}))
+    assert "must be finite" in str(error)
+    assert "give numbers that are finite" in str(error)
