@@ -49,6 +49,10 @@ decode_replica_state = REPLICA_STATE.decode
 encode_pause_mode = PAUSE_MODE.encode
 decode_pause_mode = PAUSE_MODE.decode
 
+MAX_SAMPLES = 65_536
+"""Most samples of one Generate. A number alone asks for them all, and each costs the server memory
+before it has a token, so a slip of the caller's would take the server down."""
+
 
 def encode_rollout_info_request(include_manifest: bool) -> pb.GetInfoRequest:
     """Encode a call of GetInfo."""
@@ -152,6 +156,7 @@ def decode_prompt_group(message: pb.PromptGroup, field: str = "group") -> Prompt
             f"{field}.prompt_token_ids", min(message.prompt_token_ids), "has a negative token id"
         )
     at_least(1, message.num_samples, f"{field}.num_samples")
+    _check_num_samples(message.num_samples, f"{field}.num_samples")
     one_each(message.seeds, message.num_samples, f"{field}.seeds", "samples")
     one_each(message.sample_ids, message.num_samples, f"{field}.sample_ids", "samples")
     return PromptGroup(
@@ -176,10 +181,12 @@ def encode_generate_request(request: GenerateRequest) -> pb.GenerateRequest:
 
 
 def decode_generate_request(message: pb.GenerateRequest) -> GenerateRequest:
-    """Decode a call of Generate: at least one group, no group or sample twice."""
+    """Decode a call of Generate: at least one group, no group or sample twice, MAX_SAMPLES."""
     if not message.groups:
         raise invalid("groups", 0, "has no prompt to complete")
     distinct([group.group_id for group in message.groups], "groups.group_id")
+    groups = tuple(decode_prompt_group(m, f"groups[{i}]") for i, m in enumerate(message.groups))
+    _check_num_samples(sum(group.num_samples for group in groups), "groups.num_samples")
     distinct([name for group in message.groups for name in group.sample_ids], "groups.sample_ids")
     kind = LogprobKind.PROCESSED
     if message.HasField("logprob_kind"):
@@ -187,12 +194,22 @@ def decode_generate_request(message: pb.GenerateRequest) -> GenerateRequest:
     oldest = message.min_policy_version if message.HasField("min_policy_version") else None
     return GenerateRequest(
         request_id=decode_request_id(message),
-        groups=tuple(decode_prompt_group(m, f"groups[{i}]") for i, m in enumerate(message.groups)),
+        groups=groups,
         sampling=decode_sampling_params(message.sampling),
         logprob_kind=kind,
         min_policy_version=oldest,
         isolated=message.isolated,
     )
+
+
+def _check_num_samples(count: int, field: str) -> None:
+    if count > MAX_SAMPLES:
+        raise invalid(
+            field,
+            count,
+            f"asks for {count} samples, above {MAX_SAMPLES}",
+            "ask for fewer samples a call, in several calls",
+        )
 
 
 def encode_version_span(span: VersionSpan) -> pb.VersionSpan:

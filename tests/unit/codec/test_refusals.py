@@ -87,6 +87,17 @@ CASES: list[tuple[str, Callable[[Any], Any], Any]] = [
     ("logprob_kind", codec.decode_generate_request, generate(logprob_kind=0)),
     ("groups[0].prompt_token_ids", codec.decode_generate_request, group(prompt_token_ids=[])),
     ("groups[0].num_samples", codec.decode_generate_request, group(num_samples=0)),
+    ("groups[0].num_samples", codec.decode_generate_request, group(num_samples=2**31 - 1)),
+    (
+        "groups.num_samples",
+        codec.decode_generate_request,
+        generate(
+            groups=[
+                rollout_pb.PromptGroup(group_id=name, prompt_token_ids=[1], num_samples=40_000)
+                for name in "ab"
+            ]
+        ),
+    ),
     ("groups[0].seeds", codec.decode_generate_request, group(seeds=[1])),
     ("groups[0].sample_ids", codec.decode_generate_request, group(sample_ids=["a", "b", "c"])),
     ("groups.sample_ids", codec.decode_generate_request, group(sample_ids=["a", "a"])),

@@ -146,6 +146,7 @@ class TransformersEngine:
         room = self._model.max_length - len(group.prompt_token_ids)
         seeds = group.seeds or [self._seeds.getrandbits(64) for _ in range(group.num_samples)]
         names = group.sample_ids or [""] * group.num_samples
+        stop_ids = self._stop_ids(sampling)
         return [
             Sequence(
                 sample_id=name,
@@ -153,7 +154,7 @@ class TransformersEngine:
                 seed=seed,
                 sampling=sampling,
                 logprob_kind=request.logprob_kind,
-                stop_ids=self._stop_ids(sampling),
+                stop_ids=stop_ids,
                 max_tokens=min(sampling.max_new_tokens or room, room),
             )
             for name, seed in zip(names, seeds, strict=True)
