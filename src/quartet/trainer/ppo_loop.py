@@ -39,6 +39,9 @@ from quartet.types import SamplingParams
 TEXTS_PER_STEP = 64
 """Samples of each step that are kept as text."""
 
+PUSH_REPEATS = 2
+"""How often a push that no replica took is tried again before it ends the run."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PpoInputs:
@@ -242,13 +245,18 @@ class PpoLoop:
             FatalError: none of them took it.
         """
         version = self._policy_version + 1
+        repeats = 0
         while problem := await self._send(version, when):
             # A rollout service that just died and is started again is worth another push.
-            if not await self._run.launcher.settle():
-                raise FatalError(
-                    f"no rollout service took version {version} of the policy: {problem}",
-                    reason="PUSH_FAILED",
-                )
+            if await self._run.launcher.settle():
+                continue
+            # One lost call must not cost a run: the services may be well.
+            if repeats == PUSH_REPEATS:
+                what = f"version {version} of the policy in {1 + repeats} pushes: {problem}"
+                raise FatalError(f"no rollout service took {what}", reason="PUSH_FAILED")
+            repeats += 1
+            again = f"trying again, {repeats} of at most {PUSH_REPEATS}"
+            self._run.progress.say(f"{when} push: {again}: {problem}")
         self._policy_version = version
         POLICY_VERSION.set(version)
         self._pushes += 1

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from quartet.errors import DataError, FatalError
+from quartet.errors import DataError, FatalError, InfraError
 from quartet.trainer.ppo_loop import PpoLoop, schedule_of
 from quartet.types import Failure, FinishReason, ForwardOutput, Reward
 from tests.unit.trainer.players import Cast, FakeTrainee, inputs, ppo_config
@@ -368,8 +368,32 @@ async def test_gradients_that_stay_not_finite_end_the_run(tmp_path):
 async def test_push_that_nobody_takes_ends_the_run(tmp_path):
     cast = Cast()
     cast.policy.refuse_push = True
-    with pytest.raises(FatalError, match="no rollout service took version 1"):
+    with pytest.raises(FatalError, match="version 1 of the policy in 3 pushes"):
         await play(cast, ppo_config(), tmp_path)
+    assert [e[1] for e in cast.policy.of("push")] == [1, 1, 1]
+
+
+async def test_a_lost_push_is_tried_again(tmp_path):
+    cast = Cast()
+    config = ppo_config()
+    run = cast.run(config, tmp_path)
+    said = []
+    run.progress.say = said.append
+    push = cast.policy.push_weights
+
+    async def first_fails(*, request_id, policy_version):
+        cast.policy.push_weights = push
+        raise InfraError("prepare: tcp handshaker shutdown")
+
+    cast.policy.push_weights = first_fails
+    await PpoLoop(config, run, inputs(4), cast.players).run()
+    await run.ledger.close()
+    run.progress.close()
+    assert [e[1] for e in cast.policy.of("push")] == [1, 2]
+    again = [line for line in said if "trying again" in line]
+    assert [line.split(": ", 1)[1] for line in again] == [
+        "trying again, 1 of at most 2: prepare: tcp handshaker shutdown"
+    ]
 
 
 async def test_evaluation_that_is_not_finite_names_the_sample(tmp_path):
