@@ -2,12 +2,16 @@
 
 Only the standard library is imported here, so a worker costs what the user's file costs. The
 function runs in the main thread, where `signal.alarm` and the like work. Frames come and go over
-one socket: four bytes of length (big-endian), then JSON.
+one socket: four bytes of length (big-endian), then JSON. Every frame to the worker has an "id", and
+its answer has the same "id" and the "pid" of the process that wrote it, so that no answer can be
+taken for another's.
 
     <- {"source": str}                                 the file as its server read it
     -> {"ready": true}  or  {"failed": str}            the function can be called, or why not
     <- {"queries": [..], "prompts": [..], "labels": [..]}
     -> {"answer": {...}}  or  {"raised": str, "traceback": str}
+
+A child that user code forks ends where user code ends: it neither answers nor reads a frame.
 """
 
 from __future__ import annotations
@@ -36,16 +40,21 @@ def main(arguments: list[str]) -> int:
     """Serve the function until the server hangs up. Returns the exit code."""
     path, descriptor = Path(arguments[0]), int(arguments[1])
     channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)  # programs that user code starts have no business with it
     _start_guard(channel)
     source = read_frame(channel)
     if source is None:
         return 0
+    pid = os.getpid()
     try:
         function = load_reward_func(path, source["source"])
     except BaseException as error:
-        write_frame(channel, {"failed": _summary(error, path), "traceback": traceback.format_exc()})
+        _end_if_forked(pid, error)
+        failed = {"failed": _summary(error, path), "traceback": traceback.format_exc()}
+        _reply(channel, source, failed)
         return 1
-    write_frame(channel, {"ready": True})
+    _end_if_forked(pid)
+    _reply(channel, source, {"ready": True})
     _serve(channel, function, path)
     return 0
 
@@ -53,7 +62,23 @@ def main(arguments: list[str]) -> int:
 def _serve(channel: socket.socket, function: RewardFunc, path: Path) -> None:
     with asyncio.Runner() as runner:
         while (frame := read_frame(channel)) is not None:
-            write_frame(channel, _answer(function, frame, path, runner))
+            _reply(channel, frame, _answer(function, frame, path, runner))
+
+
+def _reply(channel: socket.socket, frame: dict[str, Any], answer: dict[str, Any]) -> None:
+    write_frame(channel, {"id": frame["id"], "pid": os.getpid(), **answer})
+
+
+def _end_if_forked(worker_pid: int, error: BaseException | None = None) -> None:
+    """End a child that came back from user code, with the exit code of a Python program."""
+    if os.getpid() == worker_pid:
+        return
+    if isinstance(error, SystemExit):
+        code = error.code
+        os._exit(code if isinstance(code, int) else int(code is not None))
+    if error is not None:
+        traceback.print_exception(error)
+    os._exit(int(error is not None))
 
 
 def _start_guard(channel: socket.socket) -> None:
@@ -79,14 +104,17 @@ def _start_guard(channel: socket.socket) -> None:
 def _answer(
     function: RewardFunc, frame: dict[str, Any], path: Path, runner: asyncio.Runner
 ) -> dict[str, Any]:
+    pid = os.getpid()
     try:
         answer = function(frame["queries"], frame["prompts"], frame["labels"])
         if inspect.isawaitable(answer):
             answer = runner.run(_wait_for(answer))
+        _end_if_forked(pid)
         if not isinstance(answer, dict):
             raise TypeError(f"reward_func returned a {type(answer).__name__}, not a dict")
         return {"answer": plain(answer)}
     except BaseException as error:  # SystemExit of a user's file must not end the worker
+        _end_if_forked(pid, error)
         return {"raised": _summary(error, path), "traceback": traceback.format_exc()}
 
 

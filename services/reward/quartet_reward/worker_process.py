@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -22,6 +23,8 @@ MAX_FRAME_BYTES = 64 << 20
 
 _LENGTH = struct.Struct(">I")
 _LOG_LINE_CHARS = 2000
+# What an answer raises that is not what a worker sends; RecursionError: JSON nested too deep.
+_UNREADABLE = (ValueError, RecursionError)
 
 
 class WorkerProcess:
@@ -38,6 +41,7 @@ class WorkerProcess:
         self._reader, self._writer = streams
         self._tasks = (output, asyncio.create_task(self._notice_end()))
         self._is_killed = False
+        self._ids = itertools.count()
 
     @classmethod
     async def start(cls, path: Path, source: str, *, time_limit: float) -> Self:
@@ -115,9 +119,9 @@ class WorkerProcess:
                 reason="TIME_LIMIT",
                 remedy="make it faster, or raise --reward.timeout",
             ) from None
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
+        except (asyncio.IncompleteReadError, ConnectionError, *_UNREADABLE) as error:
             code = await self.kill()
-            how = str(error) if isinstance(error, ValueError) else f"exit code {code}"
+            how = str(error) if isinstance(error, _UNREADABLE) else f"exit code {code}"
             raise DataError(
                 f"the worker process died in reward_func ({how})", reason="WORKER_DIED"
             ) from error
@@ -155,7 +159,7 @@ class WorkerProcess:
                 reply = await self._exchange({"source": source})
         except TimeoutError:
             raise ConfigError(f"{path} takes longer than {time_limit:g} s to import") from None
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+        except (asyncio.IncompleteReadError, ConnectionError, *_UNREADABLE):
             code = await self.kill()
             raise ConfigError(f"{path} ends its process when imported (exit code {code})") from None
         if "failed" in reply:
@@ -163,13 +167,21 @@ class WorkerProcess:
             raise ConfigError(f"{path}: {reply['failed']}")
 
     async def _exchange(self, frame: dict[str, Any]) -> dict[str, Any]:
-        data = json.dumps(frame).encode()
+        """Send a frame and read its answer. Raises ValueError for one that is not of this call."""
+        call = next(self._ids)
+        data = json.dumps({"id": call, **frame}).encode()
         self._writer.write(_LENGTH.pack(len(data)) + data)
         await self._writer.drain()
         size = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))[0]
         if size > MAX_FRAME_BYTES:
             raise ValueError(f"an answer of {size} bytes")
-        return json.loads(await self._reader.readexactly(size))
+        reply = json.loads(await self._reader.readexactly(size))
+        if not isinstance(reply, dict):
+            raise ValueError(f"an answer that is a {type(reply).__name__}")
+        if (reply.get("id"), reply.get("pid")) != (call, self.pid):
+            # User code reached the socket: whose reward this is nobody can tell.
+            raise ValueError("an answer that the worker did not give to this call")
+        return reply
 
 
 def worker_environment(environment: os._Environ[str] | dict[str, str]) -> dict[str, str]:

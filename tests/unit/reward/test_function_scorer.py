@@ -355,6 +355,75 @@ async def test_user_code_may_wait_for_all_its_children(write_reward_file):
         assert (await score(make_item()))[0].reward == 1.0
 
 
+FORKS = """
+    import json, os, stat, struct, sys
+
+    if what_at_import == "fork":
+        os.fork()
+
+    def send(answer):
+        for name in os.listdir("/proc/self/fd"):
+            if os.path.exists(path := f"/proc/self/fd/{name}") and stat.S_ISSOCK(
+                os.stat(path).st_mode
+            ):
+                data = json.dumps(answer).encode()
+                os.write(int(name), struct.pack(">I", len(data)) + data)
+
+    def reward_func(queries, prompts, labels, **kwargs):
+        [what], number = labels, float(queries[0])
+        if what == "forge":
+            send({"answer": {"rewards": 99}})
+        if what == "forge all":
+            send({"id": 1, "pid": os.getppid(), "answer": {"rewards": 99}})
+        if what == "no dict":
+            send([1])
+        status = 0
+        if what in ("return", "raise", "exit"):
+            child = os.fork()
+            if child == 0:
+                if what == "raise":
+                    raise ValueError("in the child")
+                if what == "exit":
+                    sys.exit(5)
+                return {"rewards": 99}
+            if number % 2:  # the child comes first, or the worker does
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return {"rewards": number, "extra_logs": {"status": status}}
+"""
+
+
+@pytest.mark.parametrize(("what", "status"), [("return", 0), ("raise", 1), ("exit", 5)])
+async def test_a_forked_child_answers_nothing(write_reward_file, what, status):
+    path = write_reward_file(FORKS.replace("what_at_import", "''"))
+    items = [make_item(f"s{i}", query=str(i), label=what) for i in range(8)]
+    async with serving(path, num_workers=1) as (score, scorer):
+        [pid] = scorer.worker_pids
+        outcomes = await score(*items)
+        assert scorer.worker_pids == [pid]
+    assert [outcome.reward for outcome in outcomes] == list(range(8))
+    assert [outcome.extra_logs["status"] for outcome in outcomes] == [0, status] * 4
+
+
+async def test_a_child_forked_at_import_answers_nothing(write_reward_file):
+    path = write_reward_file(FORKS.replace("what_at_import", "'fork'"))
+    async with serving(path, num_workers=1) as (score, _):
+        outcomes = await score(*(make_item(f"s{i}", query=str(i)) for i in range(8)))
+    assert [outcome.reward for outcome in outcomes] == list(range(8))
+
+
+@pytest.mark.parametrize("what", ["forge", "forge all", "no dict"])
+async def test_an_answer_that_is_not_the_workers_own_is_no_reward(write_reward_file, what):
+    path = write_reward_file(FORKS.replace("what_at_import", "''"))
+    labels = ["", what, ""]
+    async with serving(path, num_workers=1) as (score, _):
+        before, bad, after = await score(
+            *(make_item(f"s{i}", query=str(i), label=label) for i, label in enumerate(labels))
+        )
+    assert (before.reward, after.reward) == (0, 2)
+    assert isinstance(bad, Failure)
+    assert (bad.error_class, bad.reason) == ("DATA", "WORKER_DIED")
+
+
 async def test_a_cancelled_call_takes_its_worker_along(write_reward_file):
     async with serving(write_reward_file(BEHAVIOURS), time_limit=60) as (score, scorer):
         [pid] = scorer.worker_pids
