@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,6 +40,10 @@ _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 5.0
 # Looking for a replica that is away costs little, and finding it late costs a run's time.
 _LONGEST_WATCH_PAUSE = 1.0
+_NOTICE_SECONDS = 10.0
+"""How often a caller is told of an outage that lasts."""
+_CAUSE_CHARACTERS = 120
+"""As much of a cause as fits on a line beside the address."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +64,8 @@ class ReplicaPool(Generic[AnyClient]):
         rpc: settings of every client.
         max_in_flight: calls kept in flight over all replicas; further ones wait their turn.
         patience: seconds that a call waits for any replica to serve before it gives up.
+        say: told that a call waits for a replica, at once and then every ten seconds; None logs it.
+        remedy: what the error at the end of the patience advises.
     """
 
     def __init__(
@@ -69,6 +76,8 @@ class ReplicaPool(Generic[AnyClient]):
         *,
         max_in_flight: int = policy.CLIENT_CONCURRENCY,
         patience: float = 60.0,
+        say: Callable[[str], None] | None = None,
+        remedy: str = "",
     ) -> None:
         names = split_addresses(addresses if isinstance(addresses, str) else ",".join(addresses))
         self._replicas = [
@@ -79,6 +88,9 @@ class ReplicaPool(Generic[AnyClient]):
         self._service = client_class.service
         self._slots = asyncio.Semaphore(max_in_flight)
         self._patience = patience
+        self._say = say or _logger.warning
+        self._remedy = remedy
+        self._said_at = -math.inf
         self._changed = asyncio.Event()
         self._watchers = [asyncio.ensure_future(self._watch(r)) for r in self._replicas]
 
@@ -210,8 +222,19 @@ class ReplicaPool(Generic[AnyClient]):
             left = limit - time.monotonic()
             if left <= 0:
                 raise self._nobody(time.monotonic() - began)
+            self._say_so(left)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+                await asyncio.wait_for(self._changed.wait(), min(left, _NOTICE_SECONDS))
+
+    def _say_so(self, left: float) -> None:
+        """Tell of the outage, once for all calls that wait for its end."""
+        now = time.monotonic()
+        if now - self._said_at >= _NOTICE_SECONDS:
+            self._said_at = now
+            who = " or ".join(
+                f"{r.client.address} ({_shortened(r.last_error)})" for r in self._replicas
+            )
+            self._say(f"waiting for {self._room} at {who}, up to {left:.0f} s")
 
     def _nobody(self, waited: float) -> UnavailableError:
         states = "; ".join(f"{r.client.address}: {r.last_error}" for r in self._replicas)
@@ -220,6 +243,7 @@ class ReplicaPool(Generic[AnyClient]):
             reason="NO_REPLICA",
             field=f"{self._room}.address",
             value=",".join(r.client.address for r in self._replicas),
+            remedy=self._remedy,
         )
 
     async def _watch(self, replica: _Replica[AnyClient]) -> None:
@@ -240,6 +264,13 @@ class ReplicaPool(Generic[AnyClient]):
         if serving != replica.serving:
             verb = "serves" if serving else f"does not serve: {why}"
             _logger.info("%s at %s %s", self._room, replica.client.address, verb)
+            if serving:
+                self._said_at = -math.inf
         replica.serving, replica.last_error = serving, why
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _shortened(cause: str) -> str:
+    """The beginning of a cause: gRPC's own texts go on for lines."""
+    return cause if len(cause) <= _CAUSE_CHARACTERS else cause[:_CAUSE_CHARACTERS] + "..."

@@ -25,10 +25,11 @@ from quartet.config import TrainerConfig
 from quartet.config.files import to_yaml
 from quartet.config.machine import this_machine
 from quartet.config.notes import notes
-from quartet.errors import ConfigError, FatalError, InfraError, QuartetError
+from quartet.errors import ConfigError, FatalError, InfraError, QuartetError, UnavailableError
 from quartet.obs.progress import Progress
 from quartet.trainer.launch import DEATH_NOTICE_SECONDS, Launcher, LocalService
 from quartet.trainer.ledger import Ledger
+from quartet.trainer.outages import way_on
 from quartet.trainer.sinks import Sinks, open_sinks
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
@@ -96,6 +97,9 @@ def conduct(config: TrainerConfig, prepare: Callable[[Progress], Job]) -> int:
         code = ConfigError.exit_code if isinstance(cause, ConfigError) else EXIT_FAILED
         known = isinstance(cause, QuartetError)
         last = f"error: {cause}" if known else f"error: {type(cause).__name__}: {cause}"
+        if isinstance(cause, UnavailableError) and not cause.info.remedy:
+            # A learner holds the weights: nobody else can do its work, so it is not waited for.
+            last += f" ({way_on(config)})"
         outcome["error"] = str(cause)
         if not known:
             traceback.print_exception(error)

@@ -27,6 +27,7 @@ from quartet.obs.progress import Phase
 from quartet.trainer import checks
 from quartet.trainer.adapters import PooledJudge, PooledReference, PooledSampler, RemoteTrainee
 from quartet.trainer.launch import LocalService
+from quartet.trainer.outages import longer_wait, way_on
 from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run
 from quartet.types import Head, LearnerInfo, PushBackend, RolloutInfo
@@ -91,12 +92,22 @@ async def connect_ppo(
     """
     timeout = config.launch.connect_timeout
     # A service of ours that died is being started again: that takes as long as a start.
-    patience = max(timeout, config.launch.start_timeout) if run.launcher.pids else timeout
+    patience, flag = timeout, "launch.connect_timeout"
+    if run.launcher.pids and config.launch.start_timeout > timeout:
+        patience, flag = config.launch.start_timeout, "launch.start_timeout"
+    remedy = f"{way_on(config)}; {longer_wait(flag, patience)}"
     addresses = all_addresses(config, run.launcher.addresses)
     rpc = _rpc(config)
 
     async def pool(client_class: type[AnyClient], role: Role) -> ReplicaPool[AnyClient]:
-        made = ReplicaPool(client_class, addresses[role], rpc, patience=patience)
+        made = ReplicaPool(
+            client_class,
+            addresses[role],
+            rpc,
+            patience=patience,
+            say=run.progress.say,
+            remedy=remedy,
+        )
         return await stack.enter_async_context(made)
 
     policy = await stack.enter_async_context(LearnerClient(addresses["learner"][0], rpc))

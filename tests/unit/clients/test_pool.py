@@ -195,6 +195,28 @@ async def test_all_dead_names_all() -> None:
     assert caught.value.info.field == "reward.address"
 
 
+async def test_an_outage_is_told_once_and_its_end_names_the_remedy() -> None:
+    said: list[str] = []
+    async with ReplicaPool(
+        RewardClient, "127.0.0.1:1", patience=0.5, say=said.append, remedy="start it again"
+    ) as pool:
+        outcomes = await asyncio.gather(*(score(pool) for _ in range(5)), return_exceptions=True)
+    (line,) = said
+    assert line.startswith("waiting for reward at 127.0.0.1:1 (")
+    assert line.endswith("), up to 0 s")
+    assert all("(start it again)" in str(outcome) for outcome in outcomes)
+
+
+async def test_an_outage_that_lasts_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quartet.clients.pool._NOTICE_SECONDS", 0.1)
+    said: list[str] = []
+    async with ReplicaPool(RewardClient, "127.0.0.1:1", patience=0.6, say=said.append) as pool:
+        with pytest.raises(UnavailableError):
+            await score(pool)
+    assert len(said) >= 3
+    assert "UNAVAILABLE" in said[-1]
+
+
 async def test_calls_over_all_replicas_are_bounded(
     fakes: list[FakeReward], servers: AsyncExitStack
 ) -> None:

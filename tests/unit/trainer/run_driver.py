@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quartet.config import RunConfig, SftConfig
-from quartet.errors import ConfigError, FatalError
+from quartet.errors import ConfigError, FatalError, UnavailableError
 from quartet.trainer import launch
 from quartet.trainer.launch import LocalService
 from quartet.trainer.run import Job, conduct
@@ -47,6 +47,8 @@ def main():
         (folder / "pids").write_text(" ".join(map(str, run.launcher.pids.values())))
         if phase == "fail":
             raise FatalError("the loss is on fire")
+        if phase == "lost":
+            raise UnavailableError("UNAVAILABLE: connection refused", replica="127.0.0.1:7004")
         if phase == "bug":
             raise ZeroDivisionError("one over nothing")
         if phase in ("work", "stop"):

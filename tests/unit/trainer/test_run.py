@@ -104,6 +104,12 @@ async def test_finished_run(tmp_path):
     [
         ("wrong", 2, "error: data.dataset is missing (give one)"),
         ("fail", 1, "error: the loss is on fire"),
+        (
+            "lost",
+            1,
+            "error: UNAVAILABLE: connection refused [127.0.0.1:7004] (start it again and begin "
+            "anew; with --ckpt.save_steps N a run can be resumed by --ckpt.load_enable)",
+        ),
         ("bug", 1, "error: ZeroDivisionError: one over nothing"),
     ],
 )

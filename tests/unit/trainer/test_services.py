@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from quartet.config import LearnerConfig, SftConfig
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, UnavailableError
 from quartet.testing.fakes import FakeLearner, FakeRef, FakeReward, FakeRollout
 from quartet.testing.loopback import loopback
 from quartet.trainer.ppo_loop import PpoLoop
 from quartet.trainer.run import first_cause
 from quartet.trainer.services import connect_learner, connect_ppo, local_services
-from quartet.types import Head, ServerInfo, TensorSpec, WeightManifest
+from quartet.types import Head, SequenceBatch, ServerInfo, TensorSpec, WeightManifest
 from tests.unit.trainer.players import Cast, inputs, ppo_config
 
 FINGERPRINT = "f" * 64
@@ -124,6 +124,26 @@ async def unused_port():
     server.close()
     await server.wait_closed()
     return port
+
+
+async def test_a_service_that_is_gone_is_waited_for_aloud(band, tmp_path):
+    said = []
+    async with AsyncExitStack() as stack:
+        addresses = await band.serve(stack)
+        gone = await stack.enter_async_context(AsyncExitStack())
+        addresses["ref"] = await gone.enter_async_context(loopback(FakeRef(info("ref"))))
+        config = band.config(addresses)
+        run = band.cast.run(config, tmp_path)
+        stack.push_async_callback(run.ledger.close)
+        stack.callback(run.progress.close)
+        run.progress.say = said.append
+        players = await connect_ppo(config, run, stack, fingerprint=FINGERPRINT)
+        await gone.aclose()
+        with pytest.raises(UnavailableError) as caught:
+            await players.reference.compute_logprobs([SequenceBatch.of([[1, 2]])], temperature=1.0)
+    assert any(line.startswith(f"waiting for ref at {addresses['ref']} (") for line in said)
+    assert "(start it again and begin anew; " in str(caught.value)
+    assert "--launch.connect_timeout, now 0.5, sets" in str(caught.value)
 
 
 async def test_service_of_the_wrong_kind(band, tmp_path):
