@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from quartet.errors import QuartetError, UnavailableError
+from quartet.errors import QuartetError, RequestError, UnavailableError
 from quartet.obs import log, metrics
 from quartet.rpc import errors, policy
 
@@ -70,9 +71,10 @@ class StagesInterceptor(grpc.aio.ServerInterceptor):
         )
         make = _HANDLERS[handler.request_streaming, handler.response_streaming]
         wrap = self._wrap_stream if handler.response_streaming else self._wrap_unary
+        checked = _all_readable if handler.request_streaming else _readable
         return make(
-            wrap(behaviour, call_of),
-            request_deserializer=handler.request_deserializer,
+            wrap(lambda request, context: behaviour(checked(request), context), call_of),
+            request_deserializer=_lenient(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
@@ -105,6 +107,44 @@ _HANDLERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for a message that is none, until the stages are there to answer for it."""
+
+    problem: str
+
+
+def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """A deserializer that does not raise: gRPC would answer UNKNOWN, and log a traceback."""
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Unreadable(str(error))
+
+    return read
+
+
+def _readable(request: Any) -> Any:
+    """The message of a call. Raises RequestError when it could not be read."""
+    if isinstance(request, _Unreadable):
+        raise RequestError(
+            f"the request is no message of this method: {request.problem}",
+            reason="UNREADABLE_MESSAGE",
+            remedy="send what code made from this server's protos serializes",
+        )
+    return request
+
+
+async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The messages of a call. Raises RequestError at one that could not be read."""
+    async for request in requests:
+        yield _readable(request)
 
 
 def log_context(room: str, replica: str) -> Stage:
