@@ -26,6 +26,8 @@ from quartet.types import (
 
 # Made once: `json.dumps` with these arguments makes an encoder each time.
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+# Python walks JSON with its own stack: what one process just reads, the next may not.
+_MAX_LABEL_DEPTH = 100
 
 
 def encode_reward_info(info: RewardInfo) -> pb.GetInfoResponse:
@@ -55,7 +57,7 @@ def encode_score_item(item: ScoreItem) -> pb.ScoreItem:
     """Encode one completion. Raises RequestError when the label is no JSON value."""
     try:
         label = _JSON.encode(item.label)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise invalid("label", item.label, f"of {item.sample_id} is no JSON: {error}") from error
     return pb.ScoreItem(
         sample_id=item.sample_id,
@@ -72,8 +74,15 @@ def decode_score_item(message: pb.ScoreItem, field: str = "item") -> ScoreItem:
     """Decode one completion."""
     try:
         label = json.loads(message.label_json) if message.label_json else ""
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid(f"{field}.label_json", message.label_json, f"is no JSON: {error}") from error
+    if _is_deep(label):
+        raise invalid(
+            f"{field}.label_json",
+            message.label_json,
+            f"is nested more than {_MAX_LABEL_DEPTH} deep",
+            "send what is inside as a string",
+        )
     at_least(0, message.prompt_length, f"{field}.prompt_length")
     if message.token_ids and message.prompt_length > len(message.token_ids):
         raise invalid(
@@ -90,6 +99,22 @@ def decode_score_item(message: pb.ScoreItem, field: str = "item") -> ScoreItem:
         prompt_length=message.prompt_length,
         truncated=message.truncated,
     )
+
+
+def _is_deep(value: object) -> bool:
+    """Whether lists and dicts stand in one another beyond _MAX_LABEL_DEPTH."""
+    level = [value]
+    for _ in range(_MAX_LABEL_DEPTH + 1):
+        children: list[object] = []
+        for each in level:
+            if isinstance(each, dict):
+                children += each.values()
+            elif isinstance(each, list):
+                children += each
+        if not children:
+            return False
+        level = children
+    return True
 
 
 def encode_score_request(request: ScoreRequest) -> pb.ScoreRequest:

@@ -75,7 +75,10 @@ def decode_tensor(message: tensor_pb2.Tensor, field: str = "tensor") -> NDArray[
         raise invalid(f"{field}.data", "a byte above 1", "has a bool that is neither 0 nor 1")
     if message.data_type == tensor_pb2.DATA_TYPE_BFLOAT16:
         raw = (raw.astype(np.uint32) << 16).view(np.float32)
-    return raw.reshape(shape)
+    try:
+        return raw.reshape(shape)
+    except ValueError as error:  # more dimensions than numpy has, or sizes beside a 0 out of range
+        raise invalid(f"{field}.shape", shape, f"is no array's shape: {error}") from error
 
 
 def decode_vector(

@@ -75,6 +75,8 @@ CASES: list[tuple[str, Callable[[Any], Any], Any]] = [
     ("tensor.data", codec.decode_tensor, tensor(INT32, [2], b"abcd")),
     ("tensor.data", codec.decode_tensor, tensor(INT32, [], b"")),
     ("tensor.shape", codec.decode_tensor, tensor(INT32, [-1], b"")),
+    ("tensor.shape", codec.decode_tensor, tensor(INT32, [1] * 65, b"abcd")),
+    ("tensor.shape", codec.decode_tensor, tensor(INT32, [2**62, 2**62, 0], b"")),
     ("tensor.data", codec.decode_tensor, tensor(tensor_pb2.DATA_TYPE_BOOL, [2], b"\x01\x02")),
     ("sequences.lengths", codec.decode_sequence_batch, batch([1, 2], [1])),
     ("sequences.lengths", codec.decode_sequence_batch, batch([1], [1, 0])),
@@ -119,6 +121,15 @@ CASES: list[tuple[str, Callable[[Any], Any], Any]] = [
         "item.label_json",
         codec.decode_score_item,
         reward_pb.ScoreItem(sample_id="s", label_json="{"),
+    ),
+    *(
+        (
+            "item.label_json",
+            codec.decode_score_item,
+            reward_pb.ScoreItem(sample_id="s", label_json=opening * depth + "1" + closing * depth),
+        )
+        for opening, closing in ("[]", ('{"a":', "}"))
+        for depth in (101, 100_000)
     ),
     ("item.sample_id", codec.decode_score_item, reward_pb.ScoreItem()),
     ("result.outcome", codec.decode_score_result, reward_pb.ScoreResult(sample_id="s")),
@@ -236,6 +247,12 @@ def test_label_that_is_no_json() -> None:
     item = types.ScoreItem(sample_id="s", prompt="", query="", label={1, 2})
     with pytest.raises(RequestError, match="label of s is no JSON"):
         codec.encode_score_item(item)
+
+
+def test_label_as_deep_as_allowed() -> None:
+    text = "[" * 100 + "1" + "]" * 100
+    item = codec.decode_score_item(reward_pb.ScoreItem(sample_id="s", label_json=text))
+    assert codec.encode_score_item(item).label_json == text
 
 
 def test_error_detail_keeps_everything() -> None:
