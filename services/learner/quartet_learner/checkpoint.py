@@ -64,12 +64,15 @@ def save(
 ) -> SavedFolder:
     """Write `<folder>/<tag>`. Collective; all ranks must see the same disk.
 
+    The same run may write it again at the same step: one that was killed before all its learners
+    had saved goes on from an older checkpoint and comes by here a second time.
+
     Raises:
-        RequestError: there is a checkpoint of that name.
+        RequestError: there is a checkpoint of that name, of another run or step.
         InfraError: the disk refused, here or on another rank.
     """
     target, aside = folder / tag, folder / f".{tag}.tmp"
-    if target.exists():
+    if target.exists() and not _same_moment(target, spec, optimizer_steps):
         raise RequestError(
             f"there is a checkpoint {tag} in {folder}",
             reason="CHECKPOINT_EXISTS",
@@ -191,6 +194,12 @@ def _seal(
         "files": files.inventory(inside),
     }
     (inside / FACTS).write_text(json.dumps(facts, indent=1))
+
+
+def _same_moment(path: Path, spec: RunSpec, optimizer_steps: int) -> bool:
+    """True for a checkpoint of this run at this step."""
+    facts = _facts(path) or {}
+    return (facts.get("run_id"), facts.get("optimizer_steps")) == (spec.run_id, optimizer_steps)
 
 
 def _latest_whole(folder: Path) -> str:

@@ -122,9 +122,29 @@ def test_a_save_that_died_leaves_the_last_one_in_force(make_engine, tmp_path, mo
     assert not (tmp_path / "bad" / "junk").exists()
 
 
-def test_a_tag_is_never_used_twice(make_engine, tmp_path):
+def test_the_same_step_of_the_same_run_replaces_its_checkpoint(make_engine, tmp_path):
+    # A run that is killed between the policy's save and the critic's comes by a second time.
+    engine = make_engine()
+    run_steps(engine, 0, 1)
+    save(engine, tmp_path, "before")
+    run_steps(engine, 1, 1)
+    save(engine, tmp_path, "a", b"first")
+    load(engine, tmp_path, "before")
+    run_steps(engine, 1, 1)
+    save(engine, tmp_path, "a", b"second")
+    assert load(engine, tmp_path, "a").trainer_state == b"second"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "before", "latest"]
+
+
+def test_a_tag_of_another_step_or_run_is_refused(make_engine, tmp_path):
     engine = make_engine()
     save(engine, tmp_path, "a")
+    run_steps(engine, 0, 1)
+    with pytest.raises(RequestError, match="there is a checkpoint a"):
+        save(engine, tmp_path, "a")
+    facts = json.loads((tmp_path / "a" / checkpoint.FACTS).read_text())
+    facts |= {"run_id": "another", "optimizer_steps": 1}
+    (tmp_path / "a" / checkpoint.FACTS).write_text(json.dumps(facts))
     with pytest.raises(RequestError, match="there is a checkpoint a"):
         save(engine, tmp_path, "a")
 

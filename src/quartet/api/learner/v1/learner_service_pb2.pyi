@@ -781,7 +781,7 @@ class SaveCheckpointRequest(_message.Message):
     folder: _builtins.str
     """Folder that holds the checkpoints."""
     tag: _builtins.str
-    """Name of this one; never one that exists."""
+    """Name of this one. One that exists is replaced if it is of the same run and step, else refused."""
     trainer_state: _builtins.bytes
     """Opaque bytes of the trainer, kept with it."""
     def __init__(
