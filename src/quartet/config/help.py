@@ -60,16 +60,15 @@ def shown_default(value: Any) -> str:
 def help_text(cls: type, prog: str) -> str:
     """All flags of a command, section by section."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
-    names = list(leaves(cls))
-    negative = next((n for n, leaf in leaves(cls).items() if leaf.is_bool and "." in n), "x")
-    section, dot, last = negative.rpartition(".")
+    setting, switch = _examples(cls)
+    section, dot, last = switch.rpartition(".")
     lines = [
         f"usage: {prog} [flags]",
         "",
         inspect.cleandoc(cls.__doc__ or ""),
         "",
         GENERAL.format(
-            variable="QUARTET_" + names[0].replace(".", "__").upper(),
+            variable="QUARTET_" + setting.replace(".", "__").upper(),
             negative=f"{section}{dot}no_{last}",
         ).rstrip(),
     ]
@@ -82,6 +81,15 @@ def help_text(cls: type, prog: str) -> str:
             previous = group
         lines += _flag_lines(leaf, defaults[name], cls, width)
     return "\n".join(lines) + "\n"
+
+
+def _examples(cls: type) -> tuple[str, str]:
+    """A flag to set by a variable and one to turn off, both honoured."""
+    honoured = {name: leaf for name, leaf in leaves(cls).items() if name not in REFUSED}
+    setting = next((name for name in honoured if name.endswith(".lr")), next(iter(honoured)))
+    switches = [name for name, leaf in honoured.items() if leaf.is_bool and "." in name]
+    switches.sort(key=lambda name: not name.endswith("_enable"))
+    return setting, switches[0]
 
 
 def _flag_lines(leaf: Leaf, default: Any, cls: type, width: int) -> Iterator[str]:
