@@ -18,6 +18,7 @@ from quartet.config.derive import (
 )
 from quartet.config.machine import Machine
 from quartet.config.methods import DpoConfig, PpoConfig, TrainerConfig
+from quartet.config.modelfolder import CONFIG_FILE, max_positions
 from quartet.config.placement import gpus_needed
 from quartet.config.serve import (
     LearnerServeConfig,
@@ -150,18 +151,20 @@ def _service(config: ServeConfig, machine: Machine) -> Iterator[ConfigError]:
 def _inputs(config: TrainerConfig) -> Iterator[ConfigError]:
     """Folders and files that are named must be there."""
     if isinstance(config, PpoConfig):
-        yield from _model("actor.model_name_or_path", trained_model(config))
+        yield from _fit_model(config, "actor.model_name_or_path", trained_model(config))
         if not config.critic.address:
-            yield from _model("critic.model_name_or_path", config.critic.model_name_or_path)
+            critic = config.critic.model_name_or_path
+            yield from _fit_model(config, "critic.model_name_or_path", critic)
         if not config.reward.address:
-            yield from _model("reward.model_name_or_path", config.reward.model_name_or_path)
+            reward = config.reward.model_name_or_path
+            yield from _fit_model(config, "reward.model_name_or_path", reward)
             yield from _reward_file(config.reward.remote_url)
         yield from _datasets("data.prompt_dataset", config.data.prompt_dataset)
         yield from _datasets("eval.dataset", config.eval.dataset)
         return
-    yield from _model("model.model_name_or_path", trained_model(config))
+    yield from _fit_model(config, "model.model_name_or_path", trained_model(config))
     if isinstance(config, DpoConfig):
-        yield from _model("ref.model_name_or_path", config.ref.model_name_or_path)
+        yield from _fit_model(config, "ref.model_name_or_path", config.ref.model_name_or_path)
     yield from _datasets("data.dataset", config.data.dataset)
     yield from _datasets("eval.dataset", config.eval.dataset)
 
@@ -171,13 +174,32 @@ def is_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
+def _fit_model(config: TrainerConfig, flag: str, name: str | None) -> Iterator[ConfigError]:
+    """`_model`, and the model takes sequences as long as the data's."""
+    yield from _model(flag, name)
+    if name:
+        yield from length_problems(config, flag, Path(name).expanduser())
+
+
+def length_problems(config: TrainerConfig, flag: str, folder: Path) -> Iterator[ConfigError]:
+    """The error for a model that is given in `flag` and has fewer positions than needed."""
+    longest = max_positions(folder)
+    if longest is not None and longest < config.data.max_len:
+        yield wrong(
+            "data.max_len",
+            config.data.max_len,
+            f"the model of --{flag} takes {longest} tokens",
+            f"give at most {longest}",
+        )
+
+
 def _model(flag: str, name: str | None) -> Iterator[ConfigError]:
     if not name or not is_local(name):
         return
     folder = Path(name).expanduser()
     if not folder.is_dir():
         yield wrong(flag, name, "there is no such folder", "check the path")
-    elif not (folder / "config.json").is_file():
+    elif not (folder / CONFIG_FILE).is_file():
         yield wrong(
             flag,
             name,

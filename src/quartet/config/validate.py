@@ -16,7 +16,7 @@ from quartet.config.checks.data import (
     check_sft,
 )
 from quartet.config.checks.optimizer import check_optimizers
-from quartet.config.checks.output import check_addresses, check_checkpoints
+from quartet.config.checks.output import check_addresses, check_checkpoints, check_run_name
 from quartet.config.checks.placement import check_parallelism, check_placement
 from quartet.config.checks.ppo import (
     check_advantages,
@@ -68,6 +68,7 @@ def problems(config: Any) -> Iterator[ConfigError]:
             yield from check_dpo(config)
     yield from check_parallelism(config)
     yield from check_checkpoints(config)
+    yield from check_run_name(config)
     yield from check_addresses(config)
 
 

@@ -25,11 +25,13 @@ from quartet.config import TrainerConfig
 from quartet.config.files import to_yaml
 from quartet.config.machine import this_machine
 from quartet.config.notes import notes
+from quartet.config.tree import wrong
 from quartet.errors import ConfigError, FatalError, InfraError, QuartetError, UnavailableError
 from quartet.obs.progress import Progress
 from quartet.trainer.launch import DEATH_NOTICE_SECONDS, Launcher, LocalService
 from quartet.trainer.ledger import Ledger
 from quartet.trainer.outages import way_on
+from quartet.trainer.preflight import check_models, check_outputs
 from quartet.trainer.sinks import Sinks, open_sinks
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
@@ -83,7 +85,9 @@ def conduct(config: TrainerConfig, prepare: Callable[[Progress], Job]) -> int:
         with _sigterm_as_interrupt():
             for note in notes(config, this_machine()):
                 progress.say(f"note: {note}")
+            check_models(config)
             job = prepare(progress)
+            check_outputs(config)
             _claim(folder, config)
             claimed = True
             asyncio.run(_perform(config, job, progress, outcome))
@@ -142,9 +146,21 @@ def _claim(folder: Path, config: TrainerConfig) -> None:
     """Make the run's folder and save the settings, without secrets.
 
     Raises:
-        ConfigError: the folder holds another run.
+        ConfigError: the folder holds another run, or cannot be written.
     """
-    if (folder / "ledger.sqlite").exists() and not config.ckpt.load_enable:
+    try:
+        taken = (folder / "ledger.sqlite").exists() and not config.ckpt.load_enable
+        if not taken:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    except OSError as error:
+        raise wrong(
+            "run.dir",
+            config.run.dir,
+            f"the run's folder {folder} cannot be written ({error.strerror or error})",
+            "give a folder where this user may write",
+        ) from error
+    if taken:
         raise ConfigError(
             f"{folder} already holds a run",
             reason="RUN_EXISTS",
@@ -152,8 +168,6 @@ def _claim(folder: Path, config: TrainerConfig) -> None:
             value=config.run.name,
             remedy="choose another --run.name, or remove the folder",
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
 
 async def _perform(

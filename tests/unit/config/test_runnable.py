@@ -73,6 +73,30 @@ def test_models(tmp_path: Path):
 @pytest.mark.parametrize(
     ("cls", "name"),
     [
+        (config.PpoConfig, "actor.model_name_or_path"),
+        (config.PpoConfig, "critic.model_name_or_path"),
+        (config.PpoConfig, "reward.model_name_or_path"),
+        (config.RmConfig, "model.model_name_or_path"),
+        (config.DpoConfig, "ref.model_name_or_path"),
+    ],
+)
+@pytest.mark.parametrize("nest", ["{}", '{{"text_config": {}}}'])
+def test_models_of_fewer_positions_than_the_data(tmp_path: Path, cls: type, name: str, nest: str):
+    text = nest.format('{"max_position_embeddings": 64}')
+    (tmp_path / "config.json").write_text(text)
+    assert found(cls, {name: str(tmp_path), "data.max_len": 65}) == ["data.max_len"]
+    assert found(cls, {name: str(tmp_path), "data.max_len": 64}) == []
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"max_position_embeddings": null}'])
+def test_models_that_say_no_length(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text)
+    assert found(config.SftConfig, {"model.model_name_or_path": str(tmp_path)}) == []
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
         (config.SftConfig, "model.model_name_or_path"),
         (config.DpoConfig, "ref.model_name_or_path"),
         (config.PpoConfig, "critic.model_name_or_path"),

@@ -281,3 +281,20 @@ def test_the_most_basic_first():
 
 def test_the_seeds_line_is_consistent(seed_line: list[str]):
     assert list(problems(load(config.PpoConfig, seed_line, environ={}).config)) == []
+
+
+@pytest.mark.parametrize("name", ["a/b", "/tmp/x", "..", ".", ""])
+def test_names_of_runs_that_are_no_folder(name: str):
+    (error,) = problems(
+        build(
+            config.SftConfig,
+            {
+                "model.model_name_or_path": "org/lm",
+                "data.dataset": "org/data",
+                "data.output_key": "answer",
+                "run.name": name,
+            },
+            {},
+        )
+    )
+    assert error.info.field == "run.name"

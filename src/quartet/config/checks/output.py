@@ -1,4 +1,4 @@
-"""Checkpoints and addresses."""
+"""Checkpoints, the run's name, and addresses."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ def check_checkpoints(config: TrainerConfig) -> Iterator[ConfigError]:
             config.ckpt.save_steps,
             "with --ckpt.disable_ds and without --ckpt.save_hf nothing would be written",
             "leave --ckpt.disable_ds away, or add --ckpt.save_hf",
+        )
+
+
+def check_run_name(config: TrainerConfig) -> Iterator[ConfigError]:
+    """The name of a run is that of one folder below --run.dir."""
+    name = config.run.name
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        yield wrong(
+            "run.name",
+            name,
+            "is no name of a folder",
+            "give a name without slashes; --run.dir says where its folder is",
         )
 
 
