@@ -20,6 +20,7 @@ from quartet.config.derive import (
 from quartet.config.load import ENV_PREFIX
 from quartet.config.machine import Machine
 from quartet.config.methods import DpoConfig, PpoConfig, SftConfig, TrainerConfig
+from quartet.config.placement import places
 from quartet.config.runnable import is_local
 from quartet.config.support import wanted_engine
 from quartet.config.tree import flat
@@ -39,7 +40,7 @@ def notes(
         origins: which values were given; None takes those that differ from their defaults.
     """
     given = chosen(config, origins)
-    yield from _machine_notes(config, machine)
+    yield from _machine_notes(config, machine, given)
     if isinstance(config, PpoConfig):
         yield from _ppo_batches(config, machine)
         yield from _ppo_algorithm(config, given)
@@ -62,12 +63,20 @@ def chosen(config: TrainerConfig, origins: Mapping[str, str] | None) -> set[str]
     return (changed if origins is None else changed & set(origins)) | typed
 
 
-def _machine_notes(config: TrainerConfig, machine: Machine) -> Iterator[str]:
+def _machine_notes(config: TrainerConfig, machine: Machine, given: set[str]) -> Iterator[str]:
     wanted = config.ds.attn_implementation
-    if (used := attention(wanted, machine)) != wanted:
-        yield f"ds.attn_implementation: {wanted} needs a GPU, so {used} is used."
-    if machine.num_gpus == 0 and config.ds.param_dtype == "bf16":
-        yield "ds.param_dtype: bf16 is slow and coarse on a CPU; --ds.param_dtype fp32 is better."
+    if all(place.address for place in places(config, machine)):
+        # The one thing of ds.* that concerns the trainer is how it loads the tokenizer.
+        idle = {name for name in given if name.startswith("ds.")} - {"ds.trust_remote_code"}
+        if idle:
+            yield f"{', '.join(sorted(idle))}: no effect on services with an address."
+    else:
+        if (used := attention(wanted, machine)) != wanted:
+            yield f"ds.attn_implementation: {wanted} needs a GPU, so {used} is used."
+        if machine.num_gpus == 0 and config.ds.param_dtype == "bf16":
+            yield (
+                "ds.param_dtype: bf16 is slow and coarse on a CPU; --ds.param_dtype fp32 is better."
+            )
     model = trained_model(config)
     if model and not is_local(model):
         yield f"{model} is no folder here: it is a name on the Hugging Face hub, and downloaded."
@@ -90,7 +99,7 @@ def _ppo_algorithm(config: PpoConfig, given: set[str]) -> Iterator[str]:
     estimator = advantage.estimator
     if not needs_critic(config) and any(name.startswith("critic.") for name in given):
         yield f"critic.*: {estimator} has no critic; these flags have no effect."
-    if needs_critic(config) and config.critic.model_name_or_path is None:
+    if _starts_critic(config) and config.critic.model_name_or_path is None:
         yield f"critic.model_name_or_path: the critic starts from {critic_model(config)}."
     if estimator != "gae" and advantage.lambd != 1:
         yield f"algo.advantage.lambd: only gae has a lambda; {estimator} does not use it."
@@ -150,7 +159,7 @@ def _data_notes(config: TrainerConfig, given: set[str]) -> Iterator[str]:
         unused = {"data.output_key", "data.apply_chat_template", "data.multiturn"} & given
         if unused:
             yield f"{', '.join(sorted(unused))}: raw text has none of it in pre-training mode."
-    if isinstance(config, DpoConfig) and config.ref.model_name_or_path is None:
+    if isinstance(config, DpoConfig) and not (config.ref.address or config.ref.model_name_or_path):
         yield "ref.model_name_or_path: the reference model is the model as it is at the start."
 
 
@@ -169,7 +178,10 @@ def _ignored(config: TrainerConfig, given: set[str]) -> Iterator[str]:
         if address and f"{role}.num_gpus_per_node" in given:
             yield f"{role}.num_gpus_per_node: the service at {address} has its own GPUs."
     if config.reward.address and config.reward.model_name_or_path:
-        yield (
-            "reward.model_name_or_path: the service at --reward.address has its own; here it only "
-            "starts the critic."
-        )
+        use = "here it only starts the critic" if _starts_critic(config) else "it has no effect"
+        yield f"reward.model_name_or_path: the service at --reward.address has its own; {use}."
+
+
+def _starts_critic(config: PpoConfig) -> bool:
+    """True when there is a critic and the trainer is to start it."""
+    return needs_critic(config) and not config.critic.address

@@ -91,6 +91,31 @@ def test_note(cls: type, values: dict[str, object], text: str):
     assert text in said
 
 
+ELSEWHERE: dict[str, object] = {
+    f"{role}.address": f"localhost:{7001 + number}"
+    for number, role in enumerate(("rollout", "reward", "ref", "learner", "critic"))
+}
+
+
+def test_nothing_is_said_of_services_that_are_not_started_here():
+    values = ELSEWHERE | {"actor.model_name_or_path": "."}
+    assert list(notes(build(PpoConfig, values, {}), CPU)) == []
+    values |= {"ds.zero_stage": 3, "ds.param_dtype": "fp32", "ds.trust_remote_code": True}
+    assert list(notes(build(PpoConfig, values, {}), CPU)) == [
+        "ds.param_dtype, ds.zero_stage: no effect on services with an address."
+    ]
+    one_here = "\n".join(notes(build(PpoConfig, ELSEWHERE | {"ref.address": None}, {}), CPU))
+    assert "so sdpa is used" in one_here
+    assert "the critic starts from" not in one_here
+
+
+def test_a_reward_model_beside_addresses_has_no_effect():
+    said = list(notes(build(PpoConfig, ELSEWHERE | {"reward.model_name_or_path": "r"}, {}), CPU))
+    assert said == [
+        "reward.model_name_or_path: the service at --reward.address has its own; it has no effect."
+    ]
+
+
 def test_a_plain_line_on_gpus_needs_few_words():
     config = build(PpoConfig, {"reward.model_name_or_path": "r"}, {})
     assert list(notes(config, EIGHT)) == ["critic.model_name_or_path: the critic starts from r."]
