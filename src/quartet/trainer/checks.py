@@ -24,6 +24,9 @@ API_VERSION = "v1"
 SHOWN_NAMES = 3
 """Tensor names given as examples in a message."""
 
+PARAM_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Data types as tensors have them, and as --ds.param_dtype calls them."""
+
 
 def check_server(info: ServerInfo, role: str, address: str) -> None:
     """The contract's version fits.
@@ -141,6 +144,23 @@ def check_manifests(learner: WeightManifest | None, rollout: RolloutInfo, addres
             address,
             f"holds another model than the policy: {'; '.join(problems)}",
             "serve the model that is trained",
+        )
+    _check_dtypes(learner, rollout.manifest, address)
+
+
+def _check_dtypes(learner: WeightManifest, rollout: WeightManifest, address: str) -> None:
+    """Weights are copied bit for bit, so both sides must hold them in the same data types."""
+    sent = {t.name: t.dtype for t in learner.tensors}
+    others = [t for t in rollout.tensors if sent.get(t.name, t.dtype) != t.dtype]
+    if others:
+        first = others[0]
+        wanted = sent[first.name]
+        flag = PARAM_DTYPES.get(wanted, wanted)
+        raise _wrong(
+            "rollout",
+            address,
+            f"holds {_examples(t.name for t in others)} as {first.dtype}, the learner as {wanted}",
+            f"start it with --ds.param_dtype {flag}, as the learner",
         )
 
 

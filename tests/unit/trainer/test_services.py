@@ -24,9 +24,9 @@ def info(service, **changes):
     return ServerInfo(**(fields | changes))
 
 
-def manifest(*names, shape=(2, 2)):
+def manifest(*names, shape=(2, 2), dtype="float32"):
     return WeightManifest(
-        tensors=tuple(TensorSpec(name=n, dtype="float32", shape=shape) for n in names)
+        tensors=tuple(TensorSpec(name=n, dtype=dtype, shape=shape) for n in names)
     )
 
 
@@ -209,6 +209,13 @@ async def test_other_tensor_names(band, tmp_path):
 async def test_other_shapes(band, tmp_path):
     band.rollout.manifest = manifest("model.a", "model.b", shape=(3, 2))
     assert "in another shape it would get model.a, model.b" in await fails(band, tmp_path)
+
+
+async def test_other_data_types(band, tmp_path):
+    band.rollout.manifest = manifest("model.a", "model.b", dtype="bfloat16")
+    text = await fails(band, tmp_path)
+    assert "holds model.a, model.b as bfloat16, the learner as float32" in text
+    assert "(start it with --ds.param_dtype fp32, as the learner)" in text
 
 
 async def test_sft_learner_with_a_reward_head(band, tmp_path):
