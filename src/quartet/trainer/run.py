@@ -30,7 +30,7 @@ from quartet.errors import ConfigError, FatalError, InfraError, QuartetError, Un
 from quartet.obs.progress import Progress
 from quartet.trainer.launch import DEATH_NOTICE_SECONDS, Launcher, LocalService
 from quartet.trainer.ledger import Ledger
-from quartet.trainer.outages import way_on
+from quartet.trainer.outages import way_on, what_is_left
 from quartet.trainer.preflight import check_models, check_outputs
 from quartet.trainer.sinks import Sinks, open_sinks
 
@@ -95,7 +95,7 @@ def conduct(config: TrainerConfig, prepare: Callable[[Progress], Job]) -> int:
         last, code = f"finished: {folder}", EXIT_OK
     except KeyboardInterrupt:
         outcome["status"] = "interrupted"
-        last, code = "interrupted; no service was left behind", EXIT_INTERRUPTED
+        last, code = f"interrupted; {what_is_left(config)}", EXIT_INTERRUPTED
     except BaseException as error:
         cause = first_cause(error)
         code = ConfigError.exit_code if isinstance(cause, ConfigError) else EXIT_FAILED
@@ -245,7 +245,8 @@ async def _until_signal(work: Awaitable[None], launcher: Launcher, progress: Pro
     def on_signal(number: signal.Signals) -> None:
         received.append(number)
         if len(received) == 1:
-            progress.say(f"{number.name}: stopping services (once more to kill them)")
+            own = "stopping the services started here (once more to kill them)"
+            progress.say(f"{number.name}: {own if launcher.pids else 'ending the run'}")
             task.cancel()
         else:
             launcher.kill()

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from quartet.config import RunConfig, SftConfig
+from quartet.config import LearnerConfig, RunConfig, SftConfig
 from quartet.errors import ConfigError, FatalError, UnavailableError
 from quartet.trainer import launch
 from quartet.trainer.launch import LocalService
@@ -21,6 +21,8 @@ FAKE = Path(__file__).with_name("fake_service.py")
 def main():
     folder, phase = Path(sys.argv[1]), sys.argv[2]
     config = replace(SftConfig(), run=RunConfig(dir=str(folder), name="run"))
+    if phase == "elsewhere":
+        config = replace(config, learner=LearnerConfig(address="127.0.0.1:7004"))
     launch.serve_command = lambda service, settings, ready: [
         *(sys.executable, str(FAKE), str(settings), str(ready))
     ]
@@ -41,7 +43,7 @@ def main():
             LocalService(role=role, room="learner", settings=settings, drain_seconds=-4.9)
             for role in ("learner", "critic")
         ]
-        return Job(services=services, body=body)
+        return Job(services=[] if phase == "elsewhere" else services, body=body)
 
     async def body(run):
         (folder / "pids").write_text(" ".join(map(str, run.launcher.pids.values())))
@@ -51,7 +53,7 @@ def main():
             raise UnavailableError("UNAVAILABLE: connection refused", replica="127.0.0.1:7004")
         if phase == "bug":
             raise ZeroDivisionError("one over nothing")
-        if phase in ("work", "stop"):
+        if phase in ("work", "stop", "elsewhere"):
             reached(phase)
             await asyncio.sleep(600)
         run.summary["steps"] = 3

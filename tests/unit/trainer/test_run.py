@@ -78,6 +78,16 @@ async def test_signal_in_any_phase_leaves_nothing(tmp_path, phase, number):
         assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "interrupted"
 
 
+async def test_services_with_an_address_are_said_to_be_left_running(tmp_path):
+    async with Driver(tmp_path, "elsewhere") as driver:
+        await driver.reach()
+        driver.process.send_signal(signal.SIGTERM)
+        code, said, last = await driver.end()
+    assert code == 130
+    assert said == "SIGTERM: ending the run"
+    assert last == ("interrupted; left running, as they have an address: learner at 127.0.0.1:7004")
+
+
 async def test_second_signal_kills_at_once(tmp_path):
     async with Driver(tmp_path, "stop") as driver:
         await driver.reach()
