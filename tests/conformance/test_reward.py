@@ -182,6 +182,7 @@ async def test_broken_scorers_are_caught(scorer, caught_by):
 @pytest.mark.parametrize(
     ("break_it", "caught_by"),
     [
+        ("look_at_the_id_alone", "answers_a_repeat_with_the_first_answer"),
         ("forget_answers", "answers_a_repeat_with_the_first_answer"),
         ("never_sleep", "sleeps_and_wakes"),
         ("unsigned", "scores_one"),
@@ -192,10 +193,12 @@ async def test_broken_servers_are_caught(break_it, caught_by, monkeypatch):
     room = service._room
     if break_it == "forget_answers":
 
-        async def run(self, request_id, work):
+        async def run(self, request_id, digest, work):
             return await work()
 
         monkeypatch.setattr("quartet.rpc.idempotency.IdempotencyCache.run", run)
+    elif break_it == "look_at_the_id_alone":
+        monkeypatch.setattr("quartet.rpc.idempotency.RequestDigest.value", lambda self: b"")
     elif break_it == "never_sleep":
 
         async def sleep():

@@ -10,7 +10,7 @@ from quartet import codec
 from quartet.api.learner.v1 import learner_service_pb2 as pb
 from quartet.api.learner.v1 import learner_service_pb2_grpc as pb_grpc
 from quartet.errors import RequestError
-from quartet.rpc.idempotency import IdempotencyCache
+from quartet.rpc.idempotency import IdempotencyCache, RequestDigest
 from quartet.types import ForwardRequest, TrainSamples, TrainStep
 from quartet_learner.room import LearnerRoom
 
@@ -47,7 +47,7 @@ class LearnerServicer(pb_grpc.LearnerServiceServicer):
         async def start() -> pb.StartRunResponse:
             return codec.encode_start_run_result(await self._room.start_run(call))
 
-        return await self._started.run(call.request_id, start)
+        return await self._started.run(call.request_id, RequestDigest(request), start)
 
     async def Forward(
         self, request_iterator: AsyncIterator[pb.ForwardRequest], context: grpc.aio.ServicerContext
@@ -65,12 +65,12 @@ class LearnerServicer(pb_grpc.LearnerServiceServicer):
         self, request_iterator: AsyncIterator[pb.TrainRequest], context: grpc.aio.ServicerContext
     ) -> pb.TrainResponse:
         """One optimizer step, once a request_id."""
-        step, parts = await _read_step(request_iterator)
+        step, parts, digest = await _read_step(request_iterator)
 
         async def train() -> pb.TrainResponse:
             return codec.encode_train_result(await self._room.train(step, parts))
 
-        return await self._trained.run(step.request_id, train)
+        return await self._trained.run(step.request_id, digest, train)
 
     async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: grpc.aio.ServicerContext
@@ -81,7 +81,7 @@ class LearnerServicer(pb_grpc.LearnerServiceServicer):
         async def save() -> pb.SaveCheckpointResponse:
             return codec.encode_save_checkpoint_result(await self._room.save_checkpoint(call))
 
-        return await self._saved.run(call.request_id, save)
+        return await self._saved.run(call.request_id, RequestDigest(request), save)
 
     async def LoadCheckpoint(
         self, request: pb.LoadCheckpointRequest, context: grpc.aio.ServicerContext
@@ -92,7 +92,7 @@ class LearnerServicer(pb_grpc.LearnerServiceServicer):
         async def load() -> pb.LoadCheckpointResponse:
             return codec.encode_load_checkpoint_result(await self._room.load_checkpoint(call))
 
-        return await self._loaded.run(call.request_id, load)
+        return await self._loaded.run(call.request_id, RequestDigest(request), load)
 
     async def ExportModel(
         self, request: pb.ExportModelRequest, context: grpc.aio.ServicerContext
@@ -103,7 +103,7 @@ class LearnerServicer(pb_grpc.LearnerServiceServicer):
         async def export() -> pb.ExportModelResponse:
             return codec.encode_export_model_result(await self._room.export_model(call))
 
-        return await self._exported.run(call.request_id, export)
+        return await self._exported.run(call.request_id, RequestDigest(request), export)
 
     async def PushWeights(
         self, request: pb.PushWeightsRequest, context: grpc.aio.ServicerContext
@@ -114,7 +114,7 @@ class LearnerServicer(pb_grpc.LearnerServiceServicer):
         async def push() -> pb.PushWeightsResponse:
             return codec.encode_push_result(await self._room.push_weights(call))
 
-        return await self._pushed.run(call.request_id, push)
+        return await self._pushed.run(call.request_id, RequestDigest(request), push)
 
     async def Sleep(
         self, request: pb.SleepRequest, context: grpc.aio.ServicerContext
@@ -135,15 +135,17 @@ class LearnerServicer(pb_grpc.LearnerServiceServicer):
 
 async def _read_step(
     messages: AsyncIterator[pb.TrainRequest],
-) -> tuple[TrainStep, list[TrainSamples]]:
-    """The header that comes first, and all samples.
+) -> tuple[TrainStep, list[TrainSamples], RequestDigest]:
+    """The header that comes first, all samples, and what tells a repeat of them.
 
     Raises:
         RequestError: samples before the header, or two headers.
     """
     step: TrainStep | None = None
     parts: list[TrainSamples] = []
+    digest = RequestDigest()
     async for message in messages:
+        digest.add(message)
         part = codec.decode_train_request(message)
         if isinstance(part, TrainStep) != (step is None):
             raise RequestError(
@@ -164,4 +166,4 @@ async def _read_step(
             field="part",
             remedy="send a header and samples",
         )
-    return step, parts
+    return step, parts, digest

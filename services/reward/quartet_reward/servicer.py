@@ -7,7 +7,7 @@ import grpc
 from quartet import codec
 from quartet.api.reward.v1 import reward_service_pb2 as pb
 from quartet.api.reward.v1 import reward_service_pb2_grpc as pb_grpc
-from quartet.rpc.idempotency import IdempotencyCache
+from quartet.rpc.idempotency import IdempotencyCache, RequestDigest
 from quartet_reward.room import RewardRoom
 
 
@@ -34,7 +34,7 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         async def score() -> pb.ScoreResponse:
             return codec.encode_score_batch(await self._room.score(call))
 
-        return await self._answers.run(call.request_id, score)
+        return await self._answers.run(call.request_id, RequestDigest(request), score)
 
     async def Sleep(
         self, request: pb.SleepRequest, context: grpc.aio.ServicerContext

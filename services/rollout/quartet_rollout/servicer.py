@@ -9,7 +9,7 @@ import grpc
 from quartet import codec
 from quartet.api.rollout.v1 import rollout_service_pb2 as pb
 from quartet.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
-from quartet.rpc.idempotency import IdempotencyCache
+from quartet.rpc.idempotency import IdempotencyCache, RequestDigest
 from quartet_rollout.room import RolloutRoom
 
 
@@ -44,7 +44,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         async def generate() -> pb.GenerateResponse:
             return codec.encode_generate_result(await self._room.generate(call))
 
-        return await self._completions.run(call.request_id, generate)
+        return await self._completions.run(call.request_id, RequestDigest(request), generate)
 
     async def PrepareWeights(
         self, request: pb.PrepareWeightsRequest, context: grpc.aio.ServicerContext
@@ -56,7 +56,9 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
             return codec.encode_prepare_weights_result(await self._room.prepare(call))
 
         # All attempts of a push may share their request_id.
-        return await self._prepared.run(f"{call.epoch}/{call.request_id}", prepare)
+        return await self._prepared.run(
+            f"{call.epoch}/{call.request_id}", RequestDigest(request), prepare
+        )
 
     async def ReceiveWeights(
         self, request: pb.ReceiveWeightsRequest, context: grpc.aio.ServicerContext
@@ -89,7 +91,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         async def sleep() -> pb.SleepResponse:
             return codec.encode_sleep_response(await self._room.sleep(call.level))
 
-        return await self._sleeps.run(call.request_id, sleep)
+        return await self._sleeps.run(call.request_id, RequestDigest(request), sleep)
 
     async def Wake(
         self, request: pb.WakeRequest, context: grpc.aio.ServicerContext
@@ -100,7 +102,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         async def wake() -> pb.WakeResponse:
             return codec.encode_wake_response(await self._room.wake(call))
 
-        return await self._wakes.run(call.request_id, wake)
+        return await self._wakes.run(call.request_id, RequestDigest(request), wake)
 
     async def Pause(
         self, request: pb.PauseRequest, context: grpc.aio.ServicerContext
@@ -111,7 +113,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         async def pause() -> pb.PauseResponse:
             return codec.encode_pause_response(await self._room.pause(mode))
 
-        return await self._pauses.run(request_id, pause)
+        return await self._pauses.run(request_id, RequestDigest(request), pause)
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext
@@ -122,4 +124,4 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         async def resume() -> pb.ResumeResponse:
             return codec.encode_resume_response(await self._room.resume())
 
-        return await self._resumes.run(request_id, resume)
+        return await self._resumes.run(request_id, RequestDigest(request), resume)

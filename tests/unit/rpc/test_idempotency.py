@@ -6,7 +6,12 @@ import asyncio
 
 import pytest
 
-from quartet.rpc.idempotency import IdempotencyCache
+from quartet.api.learner.v1.learner_service_pb2 import ExportModelRequest
+from quartet.errors import RequestError
+from quartet.rpc.idempotency import IdempotencyCache, RequestDigest
+
+SAME = RequestDigest(ExportModelRequest(folder="f"))
+OTHER = RequestDigest(ExportModelRequest(folder="g"))
 
 
 class Work:
@@ -29,7 +34,7 @@ class Work:
 
 
 async def begin(cache: IdempotencyCache[int], work: Work, name: str = "a") -> asyncio.Task[int]:
-    task = asyncio.ensure_future(cache.run(name, work))
+    task = asyncio.ensure_future(cache.run(name, SAME, work))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return task
@@ -37,8 +42,8 @@ async def begin(cache: IdempotencyCache[int], work: Work, name: str = "a") -> as
 
 async def test_repeat_gets_the_first_answer() -> None:
     cache, work = IdempotencyCache[int](), Work()
-    assert [await cache.run("a", work) for _ in range(3)] == [1, 1, 1]
-    assert await cache.run("b", work) == 2
+    assert [await cache.run("a", SAME, work) for _ in range(3)] == [1, 1, 1]
+    assert await cache.run("b", SAME, work) == 2
 
 
 async def test_concurrent_repeats_join() -> None:
@@ -59,16 +64,16 @@ async def test_failures_are_not_kept() -> None:
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert results == [work.error, work.error]
     work.error = None
-    assert await cache.run("a", work) == 1
+    assert await cache.run("a", SAME, work) == 1
 
 
 async def test_least_recently_used_goes_first() -> None:
     cache, work = IdempotencyCache[int](max_entries=2), Work()
     for name in ("a", "b", "a", "c"):
-        await cache.run(name, work)
+        await cache.run(name, SAME, work)
     assert len(cache) == 2
-    assert await cache.run("a", work) == 1
-    assert await cache.run("b", work) == 4
+    assert await cache.run("a", SAME, work) == 1
+    assert await cache.run("b", SAME, work) == 4
 
 
 async def test_one_caller_that_leaves_does_not_take_the_others_answer() -> None:
@@ -89,7 +94,7 @@ async def test_work_stops_with_its_last_caller_and_a_repeat_begins_anew() -> Non
     only.cancel()
     await asyncio.gather(only, return_exceptions=True)
     work.gate.set()
-    assert await cache.run("a", work) == 1
+    assert await cache.run("a", SAME, work) == 1
     assert (work.begun, work.done) == (2, 1)
 
 
@@ -100,8 +105,51 @@ async def test_work_that_must_not_stop_goes_on_and_its_answer_is_kept() -> None:
     only.cancel()
     await asyncio.gather(only, return_exceptions=True)
     work.gate.set()
-    assert await cache.run("a", work) == 1
+    assert await cache.run("a", SAME, work) == 1
     assert work.begun == 1
+
+
+async def refuses(cache: IdempotencyCache[int], work: Work) -> None:
+    with pytest.raises(RequestError) as caught:
+        await cache.run("a", OTHER, work)
+    info = caught.value.info
+    assert (info.reason, info.field, info.value) == ("REQUEST_ID_REUSED", "request_id", "a")
+
+
+async def test_another_request_gets_no_answer_of_the_first() -> None:
+    cache, work = IdempotencyCache[int](), Work()
+    work.gate.clear()
+    first = await begin(cache, work)
+    await refuses(cache, work)
+    work.gate.set()
+    assert await first == 1
+    await refuses(cache, work)
+    assert await cache.run("a", SAME, work) == 1
+    assert work.begun == 1
+
+
+async def test_an_id_whose_request_failed_is_free() -> None:
+    cache, work = IdempotencyCache[int](), Work()
+    work.error = ValueError("x")
+    with pytest.raises(ValueError, match="x"):
+        await cache.run("a", SAME, work)
+    work.error = None
+    assert await cache.run("a", OTHER, work) == 1
+
+
+def test_a_digest_is_of_all_messages_and_their_borders() -> None:
+    names = ("a", "b", "ab", "")
+    values = {n: ExportModelRequest(folder=n) for n in names}
+    requests = [["a", "b"], ["b", "a"], ["ab"], ["a"], ["", "a", "b"], []]
+    digests = {RequestDigest(*(values[n] for n in request)).value() for request in requests}
+    assert len(digests) == len(requests)
+
+
+def test_the_order_of_a_map_is_no_difference() -> None:
+    names = [f"name{i}" for i in range(50)]
+    ways = [dict.fromkeys(order, 1.0) for order in (names, names[::-1])]
+    digests = {RequestDigest(ExportModelRequest(config_values=way)).value() for way in ways}
+    assert len(digests) == 1
 
 
 def test_a_cache_of_nothing_is_refused() -> None:

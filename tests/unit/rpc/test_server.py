@@ -189,6 +189,17 @@ async def test_a_repeat_is_not_scored_twice(client: RewardClient, fake: FakeRewa
     assert await score(client, "other") == 2
 
 
+async def test_another_request_under_a_used_id_is_refused(
+    client: RewardClient, fake: FakeReward
+) -> None:
+    await score(client)
+    other = ScoreItem(sample_id="s", prompt="", query="another text")
+    with pytest.raises(RequestError) as caught:
+        await client.score(request_id="r", items=[other])
+    assert caught.value.info.reason == "REQUEST_ID_REUSED"
+    assert await score(client) == pytest.approx(2 / 3)
+
+
 async def test_messages_above_the_limit_are_the_callers_fault(client: RewardClient) -> None:
     item = ScoreItem(sample_id="s", prompt="", query="x" * (policy.MAX_MESSAGE_BYTES + 1))
     with pytest.raises(RequestError) as caught:

@@ -16,7 +16,7 @@ from quartet.api.learner.v1 import learner_service_pb2 as pb
 from quartet.api.learner.v1 import learner_service_pb2_grpc as pb_grpc
 from quartet.clients.rollout import RolloutClient
 from quartet.errors import QuartetError, RequestError, StateError
-from quartet.rpc.idempotency import IdempotencyCache
+from quartet.rpc.idempotency import IdempotencyCache, RequestDigest
 from quartet.testing.fakes import model
 from quartet.testing.fakes.script import Script
 from quartet.types import (
@@ -153,13 +153,16 @@ class FakeLearner(pb_grpc.LearnerServiceServicer):
         self, request_iterator: AsyncIterator[pb.TrainRequest], context: Any
     ) -> pb.TrainResponse:
         """One step."""
-        parts = [codec.decode_train_request(request) async for request in request_iterator]
+        messages = [message async for message in request_iterator]
+        parts = [codec.decode_train_request(message) for message in messages]
         await self.script.enter("Train", parts)
         if not parts or not isinstance(parts[0], TrainStep):
             raise RequestError("the header does not come first", field="header")
         step = parts[0]
         samples = [part for part in parts[1:] if isinstance(part, TrainSamples)]
-        return await self._answers.run(step.request_id, lambda: self._train(step, samples))
+        return await self._answers.run(
+            step.request_id, RequestDigest(*messages), lambda: self._train(step, samples)
+        )
 
     async def _train(self, step: TrainStep, samples: list[TrainSamples]) -> pb.TrainResponse:
         spec = self._require_run()

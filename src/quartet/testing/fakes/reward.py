@@ -10,7 +10,7 @@ import grpc
 from quartet import codec
 from quartet.api.reward.v1 import reward_service_pb2 as pb
 from quartet.api.reward.v1 import reward_service_pb2_grpc as pb_grpc
-from quartet.rpc.idempotency import IdempotencyCache
+from quartet.rpc.idempotency import IdempotencyCache, RequestDigest
 from quartet.testing.fakes.script import Script
 from quartet.types import (
     Failure,
@@ -75,7 +75,9 @@ class FakeReward(pb_grpc.RewardServiceServicer):
         """Score every item."""
         asked = codec.decode_score_request(request)
         await self.script.enter("Score", asked)
-        return await self._answers.run(asked.request_id, lambda: self._score(asked))
+        return await self._answers.run(
+            asked.request_id, RequestDigest(request), lambda: self._score(asked)
+        )
 
     async def _score(self, asked: ScoreRequest) -> pb.ScoreResponse:
         results = tuple(self._result(item) for item in asked.items)

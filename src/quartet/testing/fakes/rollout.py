@@ -13,7 +13,7 @@ from quartet import codec
 from quartet.api.rollout.v1 import rollout_service_pb2 as pb
 from quartet.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from quartet.errors import InfraError, StateError
-from quartet.rpc.idempotency import IdempotencyCache
+from quartet.rpc.idempotency import IdempotencyCache, RequestDigest
 from quartet.testing.fakes import model
 from quartet.testing.fakes.script import Script
 from quartet.types import (
@@ -116,7 +116,9 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         asked = codec.decode_generate_request(request)
         await self.script.enter("Generate", asked)
         self._check_state(asked)
-        return await self._answers.run(asked.request_id, lambda: self._generate(asked))
+        return await self._answers.run(
+            asked.request_id, RequestDigest(request), lambda: self._generate(asked)
+        )
 
     def _check_state(self, asked: GenerateRequest) -> None:
         if self.state is not ReplicaState.SERVING:
@@ -202,7 +204,9 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
             self._epoch = asked.epoch
             return codec.encode_prepare_weights_result(PrepareWeightsResult(replica=self.replica))
 
-        return await self._prepared.run(f"{asked.epoch}/{asked.request_id}", prepare)
+        return await self._prepared.run(
+            f"{asked.epoch}/{asked.request_id}", RequestDigest(request), prepare
+        )
 
     async def ReceiveWeights(
         self, request: pb.ReceiveWeightsRequest, context: Any
