@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quartet.config import (
+    DpoConfig,
     LearnerServeConfig,
     PpoConfig,
     RewardServeConfig,
@@ -57,9 +59,34 @@ def test_a_run_on_the_cpu(ppo_line: list[str], tmp_path: Path):
         "prompts          10",
         "rollouts         3, the last of each episode with 2 prompts",
         "push by gloo: there is no GPU here",
-        "nothing keeps it from running",
+        "nothing that is known without loading models or data keeps it from running",
     ):
         assert line in text
+
+
+def test_what_earlier_runs_left_is_named(ppo_line: list[str], tmp_path: Path):
+    folders = ["--run.dir", str(tmp_path), "--run.name", "r", "--ckpt.path", str(tmp_path / "c")]
+    new = load(PpoConfig, [*ppo_line, *folders], environ={}).config
+    resumed = load(PpoConfig, [*ppo_line, *folders, "--ckpt.load_enable"], environ={}).config
+    elsewhere = replace(resumed, learner=replace(resumed.learner, address="127.0.0.1:7004"))
+    taken = f"--run.name r: {tmp_path / 'r'} already holds a run"
+    missing = f"--ckpt.path {tmp_path / 'c'}: there is no checkpoint to go on from"
+    assert taken not in render_plan(new, CPU)
+    assert missing in render_plan(resumed, CPU)
+    assert missing not in render_plan(elsewhere, CPU)
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "ledger.sqlite").touch()
+    (tmp_path / "c" / "_actor" / "global_step2").mkdir(parents=True)
+    (tmp_path / "c" / "_actor" / "global_step2" / "checkpoint.json").touch()
+    assert taken in render_plan(new, CPU)
+    assert taken not in render_plan(resumed, CPU)
+    assert missing not in render_plan(resumed, CPU)
+
+
+def test_dpo_says_that_it_is_a_plan_only():
+    values = {"model.model_name_or_path": "org/lm", "data.dataset": "org/pairs"}
+    here = render_plan(build(DpoConfig, values, {}), CPU).partition("Here and now\n")[2]
+    assert here == "  train dpo is a plan only: its training is not in this release\n\n"
 
 
 def test_steps_are_capped(ppo_line: list[str], tmp_path: Path):
