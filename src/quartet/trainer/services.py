@@ -77,7 +77,7 @@ async def connect_learner(
     (address,) = all_addresses(config, run.launcher.addresses)["learner"]
     client = await stack.enter_async_context(LearnerClient(address, _rpc(config)))
     with run.progress.phase("connect", total=1, unit="services") as phase:
-        await _wait("learner", client, config.launch.connect_timeout, phase)
+        await _wait_all([("learner", client)], config.launch.connect_timeout, phase)
     _check_learner(config, await client.get_info(), "learner", address, head, fingerprint)
     return RemoteTrainee(client)
 
@@ -125,9 +125,7 @@ async def connect_ppo(
     waited += [("ref", c) for c in references.clients] if references else []
     waited += [("reward", c) for c in rewards.clients]
     with run.progress.phase("connect", total=len(waited), unit="services") as phase:
-        async with asyncio.TaskGroup() as tasks:
-            for role, client in waited:
-                tasks.create_task(_wait(role, client, timeout, phase))
+        await _wait_all(waited, timeout, phase)
 
     policy_info = await policy.get_info()
     _check_learner(config, policy_info, "learner", policy.address, Head.LM, fingerprint)
@@ -165,9 +163,27 @@ async def connect_ppo(
     )
 
 
-async def _wait(role: str, client: Client, timeout: float, phase: Phase) -> None:
+async def _wait_all(waited: Sequence[tuple[str, Client]], timeout: float, phase: Phase) -> None:
+    """Wait for services, and name in `phase` those that are not there yet."""
+    missing = [f"{role} at {client.address}" for role, client in waited]
+
+    def show() -> None:
+        phase.waiting_for = f"{', '.join(missing)}, at most {timeout:g} s" if missing else ""
+
+    async def wait(role: str, client: Client) -> None:
+        await _wait(role, client, timeout)
+        missing.remove(f"{role} at {client.address}")
+        phase.advance()
+        show()
+
+    show()
+    async with asyncio.TaskGroup() as tasks:
+        for role, client in waited:
+            tasks.create_task(wait(role, client))
+
+
+async def _wait(role: str, client: Client, timeout: float) -> None:
     """Wait for one service; nobody there is the user's to mend."""
-    phase.waiting_for = f"{role} at {client.address}, at most {timeout:g} s"
     try:
         await client.wait_ready(timeout)
     except (UnavailableError, ConfigError) as error:
@@ -178,7 +194,6 @@ async def _wait(role: str, client: Client, timeout: float, phase: Phase) -> None
             value=client.address,
             remedy=error.info.remedy,
         ) from error
-    phase.advance()
 
 
 def _check_learner(

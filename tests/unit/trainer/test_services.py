@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from quartet.clients import RefClient, RewardClient
 from quartet.config import LearnerConfig, SftConfig
 from quartet.errors import ConfigError, UnavailableError
 from quartet.testing.fakes import FakeLearner, FakeRef, FakeReward, FakeRollout
 from quartet.testing.loopback import loopback
 from quartet.trainer.ppo_loop import PpoLoop
 from quartet.trainer.run import first_cause
-from quartet.trainer.services import connect_learner, connect_ppo, local_services
+from quartet.trainer.services import _wait_all, connect_learner, connect_ppo, local_services
 from quartet.types import Head, SequenceBatch, ServerInfo, TensorSpec, WeightManifest
 from tests.unit.trainer.players import Cast, inputs, ppo_config
 
@@ -144,6 +145,36 @@ async def test_a_service_that_is_gone_is_waited_for_aloud(band, tmp_path):
     assert any(line.startswith(f"waiting for ref at {addresses['ref']} (") for line in said)
     assert "(start it again and begin anew; " in str(caught.value)
     assert "--launch.connect_timeout, now 0.5, sets" in str(caught.value)
+
+
+async def test_connecting_names_whoever_is_missing(band, tmp_path, unused_port):
+    shown = []
+
+    class Phase:
+        waiting_for = ""
+
+        def advance(self):
+            """Nobody counts here."""
+
+        def __setattr__(self, name, value):
+            shown.append(value)
+
+    gone = f"127.0.0.1:{unused_port}"
+    async with AsyncExitStack() as stack:
+        there = await stack.enter_async_context(loopback(band.reward))
+        waited = [
+            (role, await stack.enter_async_context(client(address)))
+            for role, client, address in (
+                ("ref", RefClient, gone),
+                ("reward", RewardClient, there),
+            )
+        ]
+        with pytest.raises(BaseExceptionGroup):
+            await _wait_all(waited, 0.5, Phase())
+    assert shown == [
+        f"ref at {gone}, reward at {there}, at most 0.5 s",
+        f"ref at {gone}, at most 0.5 s",
+    ]
 
 
 async def test_service_of_the_wrong_kind(band, tmp_path):
