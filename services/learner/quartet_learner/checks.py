@@ -178,7 +178,8 @@ def check_samples(loss: Loss, parts: Sequence[TrainSamples]) -> None:
                 "missing",
                 f"send {name} with every chunk",
             )
-    _check_rollout_spec(loss, parts[0].rollout_logprob_spec)
+    if isinstance(loss, PolicyLoss) and "rollout_logprobs" in present(parts[0]):
+        _check_rollout_spec(loss, parts[0].rollout_logprob_spec)
 
 
 def check_joined(loss: Loss, samples: TrainSamples, vocabulary: int, max_length: int) -> None:
@@ -278,23 +279,25 @@ def _check_policy_loss(loss: PolicyLoss) -> None:
         )
 
 
-def _check_rollout_spec(loss: Loss, spec: LogprobSpec | None) -> None:
+def _check_rollout_spec(loss: PolicyLoss, spec: LogprobSpec | None) -> None:
     """The rollout's log-probabilities must be of the distribution that the learner computes.
 
     The learner computes log softmax(logits / temperature) over the whole vocabulary. Raw
-    log-probabilities are that at temperature 1 only, and those after top-p or top-k are
-    renormalised over the tokens kept, so the ratio would be biased by the mass left out.
+    log-probabilities are that at temperature 1 only: another temperature is that of another policy,
+    whatever is done with them. Those after top-p or top-k are renormalised over the tokens kept, so
+    the ratio of a mismatch correction would be biased by the mass left out.
     """
-    if not isinstance(loss, PolicyLoss) or loss.mismatch_correction is None:
-        return
     field = "samples.rollout_logprob_spec"
-    if spec is None:
+    corrected = loss.mismatch_correction is not None
+    if spec is None and corrected:
         raise _wrong(
             "the kind of the rollout log-probabilities is not known",
             field,
             "missing",
             "send the rollout's logprob_spec with the samples",
         )
+    if spec is None:
+        return
     if spec.kind is LogprobKind.RAW and (loss.temperature, spec.temperature) != (1.0, 1.0):
         raise _wrong(
             f"raw rollout log-probabilities do not fit temperature {loss.temperature}",
@@ -309,7 +312,7 @@ def _check_rollout_spec(loss: Loss, spec: LogprobSpec | None) -> None:
             f"temperature {spec.temperature}",
             "send the temperature that sampled as loss.temperature",
         )
-    if spec.top_p < 1.0 or spec.top_k > 0:
+    if corrected and (spec.top_p < 1.0 or spec.top_k > 0):
         raise _wrong(
             "a mismatch correction does not fit completions sampled with top-p or top-k",
             field,

@@ -126,25 +126,39 @@ def test_chunks_must_carry_the_same_arrays():
     assert refuse(checks.check_samples, SftLoss(), chunks).info.field == "samples.returns"
 
 
-@pytest.mark.parametrize(
-    ("spec", "temperature", "says"),
-    [
-        (None, 1.0, "missing"),
-        (LogprobSpec(kind=LogprobKind.RAW), 0.7, "raw"),
-        (LogprobSpec(kind=LogprobKind.RAW, temperature=0.7), 1.0, "raw"),
-        (LogprobSpec(kind=LogprobKind.PROCESSED, temperature=0.7), 1.0, "temperature 0.7"),
-        (LogprobSpec(kind=LogprobKind.PROCESSED, top_p=0.9), 1.0, "top_p 0.9"),
-        (LogprobSpec(kind=LogprobKind.PROCESSED, top_k=50), 1.0, "top_k 50"),
-    ],
-)
+OTHER_TEMPERATURES = [
+    (LogprobSpec(kind=LogprobKind.RAW), 0.7, "raw"),
+    (LogprobSpec(kind=LogprobKind.RAW, temperature=0.7), 1.0, "raw"),
+    (LogprobSpec(kind=LogprobKind.PROCESSED, temperature=0.7), 1.0, "temperature 0.7"),
+    (LogprobSpec(kind=LogprobKind.PROCESSED), 0.7, "temperature 1.0"),
+]
+CUT = [
+    (None, 1.0, "missing"),
+    (LogprobSpec(kind=LogprobKind.PROCESSED, top_p=0.9), 1.0, "top_p 0.9"),
+    (LogprobSpec(kind=LogprobKind.PROCESSED, top_k=50), 1.0, "top_k 50"),
+]
+
+
+@pytest.mark.parametrize(("spec", "temperature", "says"), OTHER_TEMPERATURES + CUT)
 def test_rollout_logprobs_of_another_distribution(spec, temperature, says):
     loss = replace(CORRECTED, temperature=temperature)
     error = refuse(checks.check_samples, loss, [make_samples(rollout_logprob_spec=spec)])
+    assert error.info.field == "samples.rollout_logprob_spec"
     assert says in error.info.value
-    # Without a correction nothing is computed from them that could be biased.
-    checks.check_samples(
-        PolicyLoss(temperature=temperature), [make_samples(rollout_logprob_spec=spec)]
-    )
+
+
+@pytest.mark.parametrize(("spec", "temperature", "says"), OTHER_TEMPERATURES)
+def test_another_temperature_is_refused_without_a_correction_too(spec, temperature, says):
+    loss, samples = PolicyLoss(temperature=temperature), make_samples(rollout_logprob_spec=spec)
+    error = refuse(checks.check_samples, loss, [samples])
+    assert error.info.field == "samples.rollout_logprob_spec"
+    assert says in error.info.value
+    checks.check_samples(loss, [replace(samples, rollout_logprobs=None)])
+
+
+@pytest.mark.parametrize("spec", [spec for spec, _, _ in CUT])
+def test_without_a_correction_nothing_is_biased_by_tokens_left_out(spec):
+    checks.check_samples(PolicyLoss(), [make_samples(rollout_logprob_spec=spec)])
 
 
 def test_raw_logprobs_fit_temperature_one():
