@@ -1,15 +1,16 @@
 """Several replicas of one service as if they were one.
 
-Each call goes to the replica with the least work in flight among those that serve. When one fails
-for reasons of its own (INFRA), the call goes to another, with the same request_id; when all have
-failed it waits a little and begins again. A watcher a replica follows its health, so one that
-comes back is used at once.
+Each call goes to the replica with the least work in flight among those that serve, in turn where
+they have as little. When one fails for reasons of its own (INFRA), the call goes to another, with
+the same request_id; when all have failed it waits a little and begins again. A watcher a replica
+follows its health, so one that comes back is used at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import random
@@ -53,6 +54,8 @@ class _Replica(Generic[AnyClient]):
     client: AnyClient
     serving: bool = False
     last_error: str = "no answer yet"
+    last_turn: int = -1
+    """When it was last picked, counted in picks of its pool."""
 
 
 class ReplicaPool(Generic[AnyClient]):
@@ -88,6 +91,7 @@ class ReplicaPool(Generic[AnyClient]):
         self._service = client_class.service
         self._slots = asyncio.Semaphore(max_in_flight)
         self._patience = patience
+        self._turns = itertools.count()
         self._say = say or _logger.warning
         self._remedy = remedy
         self._said_at = -math.inf
@@ -202,9 +206,16 @@ class ReplicaPool(Generic[AnyClient]):
                 replica.last_error = error.message
 
     def _pick(self, tried: set[_Replica[AnyClient]]) -> _Replica[AnyClient] | None:
-        """The serving replica with the least work in flight, without those just tried."""
+        """The serving replica with the least work in flight, without those just tried.
+
+        Of several, the one whose last turn is longest ago: calls that come one at a time would
+        else all go to the first address.
+        """
         choice = [r for r in self._replicas if r.serving and r not in tried]
-        return min(choice, key=lambda r: r.client.in_flight, default=None)
+        picked = min(choice, key=lambda r: (r.client.in_flight, r.last_turn), default=None)
+        if picked is not None:
+            picked.last_turn = next(self._turns)
+        return picked
 
     async def _pause(self, failure: InfraError, backoff: float, deadline: float) -> None:
         """Wait before the next round, as long as the server asked or with jitter."""

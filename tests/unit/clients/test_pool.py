@@ -63,6 +63,13 @@ def counts(fakes: list[FakeReward]) -> list[int]:
     return [fake.script.count("Score") for fake in fakes]
 
 
+async def test_calls_one_at_a_time_go_round(pool: Pool, fakes: list[FakeReward]) -> None:
+    for number in range(6):
+        await score(pool, f"{number}")
+        assert abs(counts(fakes)[0] - counts(fakes)[1]) <= 1
+    assert counts(fakes) == [3, 3]
+
+
 async def test_the_replica_with_least_work_is_called(pool: Pool, fakes: list[FakeReward]) -> None:
     gates = [fake.script.hold("Score") for fake in fakes]
     calls = [asyncio.ensure_future(score(pool, f"{i}")) for i in range(6)]
