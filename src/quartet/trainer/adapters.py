@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from quartet.clients import (
     RewardClient,
     RolloutClient,
 )
-from quartet.errors import StateError
+from quartet.errors import InfraError, StateError
 from quartet.types import (
     ForwardOutput,
     ForwardResult,
@@ -38,6 +39,12 @@ from quartet.types import (
 STALE_PAUSE_SECONDS = 0.2
 """Pause before a stale replica is asked again: nothing tells a caller of a push to it."""
 
+TOO_OLD = frozenset({"POLICY_VERSION_TOO_OLD", "VERSION_TOO_OLD"})
+"""Reasons of a replica that has older weights than Generate asks for."""
+
+MOST_CATCH_UPS = 3
+"""How often a call has a stale replica pushed to before it gives up."""
+
 
 class PooledSampler:
     """`Sampler` over rollout replicas."""
@@ -52,17 +59,36 @@ class PooledSampler:
         """
         self._pool = pool
         self._patience = patience
+        self._catching_up = asyncio.Lock()
+        self.on_stale: Callable[[str, str], Awaitable[None]] | None = None
+        """Called with role and address of a replica that fell back to older weights than asked
+        for, as one does that was started again by somebody else."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Complete prompts on the replica with the least to do."""
         limit = time.monotonic() + self._patience
+        catch_ups = 0
         while True:
             try:
                 return await self._generate(request)
-            except StateError:
-                if time.monotonic() >= limit:
+            except StateError as error:
+                if error.info.reason in TOO_OLD and self.on_stale and catch_ups < MOST_CATCH_UPS:
+                    catch_ups += 1
+                    await self._catch_up(request.min_policy_version or 0, self.on_stale)
+                elif time.monotonic() >= limit:
                     raise
-                await asyncio.sleep(STALE_PAUSE_SECONDS)
+                else:
+                    await asyncio.sleep(STALE_PAUSE_SECONDS)
+
+    async def _catch_up(self, oldest: int, on_stale: Callable[[str, str], Awaitable[None]]) -> None:
+        """Report each serving replica with older weights; calls that wait find it caught up."""
+        async with self._catching_up:
+            for client in self._pool.serving():
+                # One that is gone again is none to push to.
+                with contextlib.suppress(InfraError):
+                    info = await client.get_info()
+                    if info.policy_version < oldest:
+                        await on_stale("rollout", client.address)
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         return await self._pool.call(
@@ -176,12 +202,14 @@ class RemoteTrainee:
         """Take one optimizer step."""
         return await self._client.train(step, samples)
 
-    async def push_weights(self, *, request_id: str, policy_version: int) -> PushResult:
-        """Push the weights to all rollout replicas."""
+    async def push_weights(
+        self, *, request_id: str, policy_version: int, addresses: Sequence[str] | None = None
+    ) -> PushResult:
+        """Push the weights to rollout replicas; None: to all of them."""
         return await self._client.push_weights(
             request_id=request_id,
             policy_version=policy_version,
-            addresses=self._addresses,
+            addresses=self._addresses if addresses is None else addresses,
             backend=self._backend,
             bucket_bytes=self._bucket_bytes,
             group_timeout=self._group_timeout,

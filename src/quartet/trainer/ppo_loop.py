@@ -31,7 +31,7 @@ from quartet.trainer.metrics import Metrics, rollout_metrics, sample_texts, trai
 from quartet.trainer.pipeline import Pipeline, PipelineSettings, Rollout
 from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run, absolute
-from quartet.trainer.schedule import PpoSchedule
+from quartet.trainer.schedule import schedule_of
 from quartet.trainer.scoring import Decode, Scoring
 from quartet.trainer.shaping import Lesson, ShapingSettings, shape
 from quartet.types import SamplingParams
@@ -94,6 +94,9 @@ class PpoLoop:
         self._weights = asyncio.Lock()
         """Held while the policy's weights move: what is pushed in between would be neither."""
         run.launcher.on_restart = self._catch_up
+        if config.rollout.address:
+            # Nobody tells of a service elsewhere that was started again, but its version does.
+            players.sampler.on_stale = self._catch_up
         learners = {"learner": (players.policy, "_actor")}
         if players.critic is not None:
             learners["critic"] = (players.critic, "_critic")
@@ -261,8 +264,8 @@ class PpoLoop:
         POLICY_VERSION.set(version)
         self._pushes += 1
 
-    async def _send(self, version: int, when: str) -> str:
-        """Push once; returns why no replica took it, or nothing."""
+    async def _send(self, version: int, when: str, to: Sequence[str] | None = None) -> str:
+        """Push once, to all or to given addresses; returns why no replica took it, or nothing."""
         self._sends += 1
         with self._run.progress.phase(f"{when} push") as phase:
             phase.waiting_for = "learner and rollout"
@@ -270,6 +273,7 @@ class PpoLoop:
                 result = await self._players.policy.push_weights(
                     request_id=f"{self._run.run_id}/push/{version}/{self._sends}",
                     policy_version=version,
+                    addresses=to,
                 )
             except InfraError as error:
                 return str(error)
@@ -287,7 +291,7 @@ class PpoLoop:
         """Give a rollout service that was started again the weights that generation asks for."""
         if role.startswith("rollout") and self._pushes:
             async with self._weights:
-                await self._send(self._policy_version, f"{role} at {address} is back:")
+                await self._send(self._policy_version, f"{role} at {address} is back:", [address])
 
     def _log_texts(self, step: int, lesson: Lesson) -> None:
         shown = lesson.experience.samples[:TEXTS_PER_STEP]
@@ -309,20 +313,6 @@ class PpoLoop:
                 )
             run.progress.say(f"the {role}'s model is in {path}")
             run.summary[f"{role}_output_dir"] = path
-
-
-def schedule_of(config: PpoConfig, num_prompts: int) -> PpoSchedule:
-    """The counts of a run on so many prompts."""
-    return PpoSchedule(
-        num_prompts=num_prompts,
-        rollout_batch_size=config.rollout.batch_size,
-        samples_per_prompt=config.rollout.n_samples_per_prompt,
-        train_batch_size=config.train.batch_size,
-        max_epochs=config.train.max_epochs,
-        num_episodes=config.train.num_episodes,
-        max_rollouts=config.train.max_steps,
-        freezing_steps=max(0, config.critic.freezing_steps),
-    )
 
 
 def evaluated_sources(config: PpoConfig, inputs: PpoInputs) -> set[str]:

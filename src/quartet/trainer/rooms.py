@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,9 @@ from quartet.types import (
 
 class Sampler(Protocol):
     """The rollout replicas."""
+
+    on_stale: Callable[[str, str], Awaitable[None]] | None
+    """Called with role and address of a replica that fell back to older weights than asked for."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Complete prompts on a replica that serves."""
@@ -70,8 +73,10 @@ class Trainee(Protocol):
         """Take one optimizer step."""
         ...
 
-    async def push_weights(self, *, request_id: str, policy_version: int) -> PushResult:
-        """Push the weights to all rollout replicas."""
+    async def push_weights(
+        self, *, request_id: str, policy_version: int, addresses: Sequence[str] | None = None
+    ) -> PushResult:
+        """Push the weights to rollout replicas; None: to all of them."""
         ...
 
     async def export_model(

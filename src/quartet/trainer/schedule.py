@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from quartet.config import PpoConfig
 from quartet.data.samples import epoch_order
 
 Row = TypeVar("Row")
@@ -59,6 +60,20 @@ class PpoSchedule:
     def _steps_of(self, prompts: int) -> int:
         samples = prompts * self.samples_per_prompt
         return ceil_div(samples, self.train_batch_size) * self.max_epochs
+
+
+def schedule_of(config: PpoConfig, num_prompts: int) -> PpoSchedule:
+    """The counts of a run on so many prompts."""
+    return PpoSchedule(
+        num_prompts=num_prompts,
+        rollout_batch_size=config.rollout.batch_size,
+        samples_per_prompt=config.rollout.n_samples_per_prompt,
+        train_batch_size=config.train.batch_size,
+        max_epochs=config.train.max_epochs,
+        num_episodes=config.train.num_episodes,
+        max_rollouts=config.train.max_steps,
+        freezing_steps=max(0, config.critic.freezing_steps),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

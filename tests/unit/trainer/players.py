@@ -64,6 +64,7 @@ class FakeSampler:
     in_flight: int = 0
     most_in_flight: int = 0
     version: int = 0
+    on_stale: object = None
 
     async def generate(self, request):
         self.log.append(request)
@@ -204,7 +205,7 @@ class FakeTrainee:
             num_micro_batches=1,
         )
 
-    async def push_weights(self, *, request_id, policy_version):
+    async def push_weights(self, *, request_id, policy_version, addresses=None):
         self.log.append(("push", policy_version))
         if self.sampler is not None and not self.refuse_push:
             self.sampler.version = policy_version

@@ -381,7 +381,7 @@ async def test_a_lost_push_is_tried_again(tmp_path):
     run.progress.say = said.append
     push = cast.policy.push_weights
 
-    async def first_fails(*, request_id, policy_version):
+    async def first_fails(*, request_id, policy_version, addresses=None):
         cast.policy.push_weights = push
         raise InfraError("prepare: tcp handshaker shutdown")
 

@@ -8,7 +8,7 @@ import pytest
 
 from quartet.clients import RefClient, RewardClient
 from quartet.config import LearnerConfig, SftConfig
-from quartet.errors import ConfigError, UnavailableError
+from quartet.errors import ConfigError, InfraError, UnavailableError
 from quartet.testing.fakes import FakeLearner, FakeRef, FakeReward, FakeRollout
 from quartet.testing.loopback import loopback
 from quartet.trainer.ppo_loop import PpoLoop
@@ -101,6 +101,36 @@ async def test_versions_go_on_where_used_services_stand(band, tmp_path):
     assert players.policy_version == 41
     assert band.rollout.policy_version == 44
     assert band.cast.metrics[0]["policy_version"] == 1.0
+
+
+class Restarting(FakeRollout):
+    """Loses its weights before the second step, as a service that somebody starts again."""
+
+    restarts = 0
+
+    async def Generate(self, request, context):
+        if self.policy_version == 2 and not self.restarts:
+            self.restarts += 1
+            self.policy_version = self.weights = 0
+        return await super().Generate(request, context)
+
+
+async def test_an_addressed_rollout_that_was_started_again_is_caught_up(band, tmp_path):
+    band.rollout = Restarting(info("rollout"), band.rollout.manifest)
+    await band.play(tmp_path)
+    assert band.rollout.restarts == 1
+    # Twice trained; the push in between carried the version that was there.
+    assert band.rollout.policy_version == 3
+    gaps = [m["rollout_logprob_gap"] for m in band.cast.metrics]
+    assert gaps == pytest.approx([0, 0], abs=1e-6)
+
+
+async def test_a_rollout_that_stays_behind_ends_the_run(band, tmp_path):
+    band.rollout = Restarting(info("rollout"), band.rollout.manifest)
+    band.rollout.script.fail("CommitWeights", InfraError("no room"), after=2)
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked at below
+        await band.play(tmp_path)
+    assert "version 0 serves" in str(first_cause(caught.value))
 
 
 async def fails(band, folder, **sections):
