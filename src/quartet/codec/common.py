@@ -18,6 +18,7 @@ encode_finish_reason = FINISH_REASON.encode
 decode_finish_reason = FINISH_REASON.decode
 
 _NANOS = 1_000_000_000
+_LONGEST_SECONDS = 365 * 24 * 3600
 _CLASSES = {
     "INFRA": error_pb2.ERROR_CLASS_INFRA,
     "DATA": error_pb2.ERROR_CLASS_DATA,
@@ -35,9 +36,11 @@ def encode_duration(seconds: float) -> Duration:
 
 
 def decode_duration(message: Duration, field: str = "duration") -> float:
-    """A Duration as seconds, 0 or more."""
+    """A Duration as seconds, from 0 to a year: clocks count longer waits wrong, or not at all."""
     seconds = message.ToNanoseconds() / _NANOS
     at_least(0, seconds, field)
+    if seconds > _LONGEST_SECONDS:
+        raise invalid(field, seconds, f"is {seconds:g} s, above a year")
     return seconds
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from quartet import codec, types
 from quartet.api.common.v1 import error_pb2, sequence_pb2, tensor_pb2, weights_pb2
@@ -160,6 +161,20 @@ CASES: list[tuple[str, Callable[[Any], Any], Any]] = [
         "manifest.aliases",
         codec.decode_weight_manifest,
         weights_pb2.WeightManifest(bucket_bytes=1, aliases=["head=embed"]),
+    ),
+    (
+        "group_timeout",
+        codec.decode_push_weights_request,
+        learner_pb.PushWeightsRequest(
+            request_id="r", addresses=["a:1"], group_timeout=Duration(seconds=2**62)
+        ),
+    ),
+    (
+        "group_timeout",
+        codec.decode_push_weights_request,
+        learner_pb.PushWeightsRequest(
+            request_id="r", addresses=["a:1"], group_timeout=Duration(seconds=-1)
+        ),
     ),
     (
         "addresses",
