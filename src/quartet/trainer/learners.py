@@ -13,7 +13,13 @@ from quartet.trainer.checkpoints import Restored
 from quartet.trainer.ledger import Ledger
 from quartet.trainer.rooms import Players, Trainee
 from quartet.trainer.schedule import PpoSchedule
-from quartet.trainer.settings import critic_aux_loss_coef, policy_loss, run_spec, value_loss
+from quartet.trainer.settings import (
+    critic_aux_loss_coef,
+    policy_loss,
+    run_spec,
+    value_loss,
+    warmup_note,
+)
 from quartet.trainer.shaping import Lesson
 from quartet.trainer.training import (
     Training,
@@ -67,9 +73,9 @@ class PpoLearners:
             actor, critic = self._config.actor, self._config.critic
             critic_aux = critic_aux_loss_coef(self._config)
             averaged = self.policy if train.enable_ema else None
-            for training, optimizer, steps, aux in (
-                (self.policy, actor, schedule.policy_steps, actor.aux_loss_coef),
-                (self.critic, critic, schedule.critic_steps, critic_aux),
+            for training, section, optimizer, steps, aux in (
+                (self.policy, "actor.", actor, schedule.policy_steps, actor.aux_loss_coef),
+                (self.critic, "critic.", critic, schedule.critic_steps, critic_aux),
             ):
                 if training is not None:
                     spec = run_spec(
@@ -81,6 +87,8 @@ class PpoLearners:
                         aux_loss_coef=aux,
                         ema_beta=train.ema_beta if training is averaged else None,
                     )
+                    if note := warmup_note(spec, section):
+                        self._progress.say(note)
                     tasks.create_task(training.start(spec))
 
     def go_on(self, restored: Restored) -> None:

@@ -19,7 +19,7 @@ from quartet.trainer.rooms import Trainee
 from quartet.trainer.run import Job, Run, absolute
 from quartet.trainer.schedule import Batch, SeededBatches
 from quartet.trainer.services import connect_learner, local_services
-from quartet.trainer.settings import run_spec
+from quartet.trainer.settings import run_spec, warmup_note
 from quartet.trainer.training import Training, TrainingSettings, WeightedMeans
 from quartet.types import Head, Loss, TrainResult, TrainSamples
 
@@ -111,16 +111,17 @@ class OfflineLoop(Generic[Row]):
         )
         behind = await self._resume() if config.ckpt.load_enable else 0
         if not behind:
-            await self._training.start(
-                run_spec(
-                    self._run.run_id,
-                    config,
-                    total_steps=self._total,
-                    seed=config.train.seed,
-                    full_determinism=config.train.full_determinism_enable,
-                    aux_loss_coef=self._lessons.loss.aux_loss_coef,
-                )
+            spec = run_spec(
+                self._run.run_id,
+                config,
+                total_steps=self._total,
+                seed=config.train.seed,
+                full_determinism=config.train.full_determinism_enable,
+                aux_loss_coef=self._lessons.loss.aux_loss_coef,
             )
+            if note := warmup_note(spec):
+                self._run.progress.say(note)
+            await self._training.start(spec)
         for first, epoch in self._epochs(behind):
             await self._epoch(first, epoch)
         await self._evaluate(self._total)

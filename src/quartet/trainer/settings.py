@@ -20,6 +20,12 @@ from quartet.types import (
 )
 from quartet.types import MuonConfig as MuonSettings
 
+FEW_STEPS = 3
+"""Optimizer steps of which the first, with a rate of 0, is a third or more."""
+
+STARTS_ABOVE_0 = frozenset({"constant", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr"})
+"""Schedules of transformers whose first rate is not 0."""
+
 
 def run_spec(
     run_id: str,
@@ -57,6 +63,25 @@ def run_spec(
         full_determinism=full_determinism,
         with_router_loss=aux_loss_coef != 0,
         ema_beta=ema_beta,
+    )
+
+
+def warmup_note(spec: RunSpec, section: str = "") -> str:
+    """What a user should know where warm-up takes a third of a run or more; else nothing.
+
+    The rate rises from 0, so the first optimizer step changes no weight.
+
+    Args:
+        spec: what the learner is told.
+        section: where its optimizer's flags are: "actor.", "critic.", or nothing.
+    """
+    schedule = spec.schedule
+    few = schedule.total_steps <= FEW_STEPS
+    if not few or schedule.warmup_ratio <= 0 or schedule.name in STARTS_ABOVE_0:
+        return ""
+    return (
+        f"note: {section}lr_warmup_ratio: warm-up begins with a rate of 0, so 1 of "
+        f"{schedule.total_steps} optimizer steps trains nothing; 0 takes warm-up away."
     )
 
 

@@ -481,3 +481,14 @@ async def test_push_is_repeated_when_the_rollout_service_is_back(tmp_path):
     await run.ledger.close()
     run.progress.close()
     assert [e[1] for e in cast.policy.of("push")] == [1, 1, 2]
+
+
+async def test_a_run_of_one_step_is_told_that_warm_up_takes_it(tmp_path):
+    cast = Cast()
+    config = ppo_config(train={"batch_size": 128, "max_steps": 1})
+    run = cast.run(config, tmp_path)
+    said = []
+    run.progress.say = said.append
+    await PpoLoop(config, run, inputs(8), cast.players).run()
+    await run.ledger.close()
+    assert sum("1 of 1 optimizer steps trains nothing" in line for line in said) == 1

@@ -7,7 +7,13 @@ import pytest
 from quartet.config import ActorConfig, AdamConfig, PpoConfig
 from quartet.trainer.schedule import PpoSchedule, SeededBatches
 from quartet.trainer.seeds import sample_id, sample_seed
-from quartet.trainer.settings import mismatch_correction, policy_loss, run_spec, value_loss
+from quartet.trainer.settings import (
+    mismatch_correction,
+    policy_loss,
+    run_spec,
+    value_loss,
+    warmup_note,
+)
 from quartet.trainer.training import WeightedMeans
 from tests.unit.trainer.players import ppo_config
 
@@ -22,6 +28,23 @@ def test_run_spec():
     assert (spec.max_norm, spec.seed, spec.full_determinism) == (0.5, 9, True)
     # A schedule of no steps has no meaning; a run that trains nothing still starts.
     assert run_spec("r", actor, total_steps=0, seed=9).schedule.total_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "noted"),
+    [
+        (1, {}, True),
+        (3, {}, True),
+        (4, {}, False),
+        (1, {"lr_warmup_ratio": 0.0}, False),
+        (1, {"lr_scheduler": "constant"}, False),
+    ],
+)
+def test_short_runs_are_told_of_warm_up(steps, changes, noted):
+    spec = run_spec("r", ActorConfig(**changes), total_steps=steps, seed=9)
+    note = warmup_note(spec, "actor.")
+    assert note.startswith("note: actor.lr_warmup_ratio: ") == noted
+    assert (f"1 of {steps} optimizer steps trains nothing" in note) == noted
 
 
 def test_policy_loss_follows_the_flags():
