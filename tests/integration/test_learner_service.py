@@ -132,6 +132,8 @@ async def test_steps_out_of_order_and_strange_runs(learner):
     with pytest.raises(StateError) as caught:
         await learner.train(step_of(0, run_id="other"), [make_samples()])
     assert caught.value.info.reason == "WRONG_RUN"
+    assert f"another run, {SPEC.run_id}, began on this learner at 20" in str(caught.value)
+    assert "--ckpt.load_enable" in str(caught.value)
 
 
 async def test_wrong_requests_are_named_and_do_no_harm(learner):

@@ -6,6 +6,7 @@ It checks what a caller sent, tells the other ranks, and runs the same command i
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -152,11 +153,12 @@ class Conductor:
         run = self.engine.started()
         if run.spec.run_id != run_id:
             raise StateError(
-                f"the learner is in run {run.spec.run_id}",
+                f"another run, {run.spec.run_id}, began on this learner at {_clock(run.began)}",
                 reason="WRONG_RUN",
                 field="run_id",
                 value=run_id,
-                remedy="call StartRun or LoadCheckpoint for this run first",
+                remedy="give each run a learner of its own; this one can be resumed from a "
+                "checkpoint with --ckpt.load_enable",
             )
         return run
 
@@ -240,3 +242,8 @@ def _split(result: ForwardResult, requests: Sequence[ForwardRequest]) -> list[Fo
         )
         start = end
     return parts
+
+
+def _clock(seconds: float) -> str:
+    """Date and time of this machine."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

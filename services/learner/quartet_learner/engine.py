@@ -12,7 +12,7 @@ import random
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class Run:
     """Of the weights, when the run asks for one."""
     optimizer_steps: int = 0
     asleep: bool = False
+    began: float = field(default_factory=time.time)
+    """When it began on this learner, in seconds since 1970."""
 
 
 class LearnerEngine:

@@ -56,6 +56,8 @@ class LocalService:
     """Environment variables beside the trainer's own."""
     max_restarts: int = 0
     """How often it is started again when it dies in the middle of a run."""
+    remedy: str = ""
+    """What a user can do when it is gone for good."""
     drain_seconds: float = 20.0
     """How long it may take to finish its calls when it is stopped."""
 
@@ -292,10 +294,13 @@ class Launcher:
         service, process = running.service, running.process
         log = self._log_file(service)
         lines = _last_lines(log)
-        message = f"{service.role} ended with {_exit(process)} {when}; the end of {log}:\n{lines}"
+        where = f" (it was at {running.address})" if running.address else ""
+        ended = f"{service.role} ended with {_exit(process)} {when}{where}"
+        message = f"{ended}; the end of {log}:\n{lines}"
         if process.returncode == ConfigError.exit_code and not fatal:
             return ConfigError(message, reason="SERVICE_REFUSED_SETTINGS", field=service.role)
-        return FatalError(message, reason="SERVICE_ENDED", replica=service.role)
+        remedy = service.remedy if fatal else ""
+        return FatalError(message, reason="SERVICE_ENDED", replica=service.role, remedy=remedy)
 
     def _late(self, running: _Running, step: str) -> FatalError:
         log = self._log_file(running.service)

@@ -51,6 +51,7 @@ def local_services(config: TrainerConfig) -> list[LocalService]:
             settings=to_yaml(serve_config_for(place.role, config)),
             env=_environment(place.gpus),
             max_restarts=config.launch.max_restarts if place.role in RESTARTED else 0,
+            remedy=way_on(config),
         )
         for place in places(config, machine)
         if not place.address

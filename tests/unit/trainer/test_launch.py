@@ -18,13 +18,14 @@ from quartet.trainer.launch import Launcher, LocalService, serve_command
 FAKE = Path(__file__).with_name("fake_service.py")
 
 
-def service(role, *, max_restarts=0, drain_seconds=20.0, **settings):
+def service(role, *, max_restarts=0, drain_seconds=20.0, remedy="", **settings):
     return LocalService(
         role=role,
         room="learner",
         settings=yaml.safe_dump(settings),
         max_restarts=max_restarts,
         drain_seconds=drain_seconds,
+        remedy=remedy,
     )
 
 
@@ -124,15 +125,19 @@ async def test_stubborn_service_is_killed_with_its_children(tmp_path):
 
 
 async def test_death_in_the_middle_of_a_run_is_fatal(tmp_path):
-    async with launcher(tmp_path, service("learner"), service("critic")) as made:
-        await made.start()
+    critic = service("critic", remedy="resume with --ckpt.load_enable")
+    async with launcher(tmp_path, service("learner"), critic) as made:
+        addresses = await made.start()
         watch = asyncio.ensure_future(made.watch())
         os.kill(made.pids["critic"], signal.SIGKILL)
         with pytest.raises(ExceptionGroup) as caught:
             await watch
-    assert "critic ended with signal SIGKILL in the middle of the run" in str(
-        caught.value.exceptions[0]
+    text = str(caught.value.exceptions[0])
+    assert (
+        f"critic ended with signal SIGKILL in the middle of the run (it was at "
+        f"{addresses['critic']}); the end of {tmp_path / 'logs' / 'critic.log'}:" in text
     )
+    assert text.endswith("(resume with --ckpt.load_enable)")
 
 
 async def test_restarts_on_the_same_port_a_few_times(tmp_path):
