@@ -98,6 +98,8 @@ class LearnerEngine:
         set_determinism(settings.seed, settings.full_determinism)
         self.model, self._head_is_new = load_model(settings)
         self.num_parameters = self.model.num_parameters()
+        self._last_begun = ""
+        """Half a sentence for whoever misses a run."""
 
     @property
     def max_length(self) -> int:
@@ -113,6 +115,7 @@ class LearnerEngine:
                 resumed=True,
                 num_parameters=self.num_parameters,
             )
+        self._last_begun = f"; run {spec.run_id} was the last to be begun, at {time.ctime()}"
         self.forget_run()
         set_determinism(spec.seed, spec.full_determinism)
         if self._head_is_new:
@@ -279,7 +282,9 @@ class LearnerEngine:
         """The run, awake; StateError otherwise."""
         if self.run is None:
             raise StateError(
-                "no run is under way", reason="NO_RUN", remedy="call StartRun or LoadCheckpoint"
+                f"no run is under way{self._last_begun}",
+                reason="NO_RUN",
+                remedy="call StartRun or LoadCheckpoint",
             )
         if self.run.asleep:
             raise StateError("the learner is asleep", reason="ASLEEP", remedy="call Wake")

@@ -258,6 +258,16 @@ def test_nothing_works_before_a_run(tiny_model_dir, group):
         engine.forward(ForwardRequest(chunk_id="c", sequences=make_sequences()))
 
 
+def test_a_run_that_could_not_begin_is_named_to_the_one_before(make_engine):
+    engine = make_engine()
+    spec = engine.run.spec
+    unknown = replace(spec, run_id="other", schedule=replace(spec.schedule, name="none"))
+    with pytest.raises(ConfigError, match="schedule"):
+        engine.start_run(unknown)
+    with pytest.raises(StateError, match="no run is under way; run other was the last to be begun"):
+        engine.train(step_of(), make_samples())
+
+
 def test_forward_does_not_depend_on_company_or_layout(make_engine):
     sequences = make_sequences()
     padded, packed = make_engine(), make_engine(packed=True, zero_stage=3)
