@@ -8,14 +8,23 @@ process either.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+END_SECONDS = 10.0
+"""Longest time that the end of the process waits for threads that are still inside gloo."""
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Worker:
@@ -28,6 +37,8 @@ class Worker:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        _threads.add(self._thread)
+        _workers.add(self)
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue `work`; the future has its result or its exception."""
@@ -47,6 +58,16 @@ class Worker:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # the job holds buffers and groups that must not outlive it
+
+
+@atexit.register
+def _let_threads_end() -> None:
+    """Give threads inside torch a moment: one that comes back to a dead interpreter aborts it."""
+    deadline = time.monotonic() + END_SECONDS
+    for worker in list(_workers):
+        worker.close()
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _complete(future: Future[Any], work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

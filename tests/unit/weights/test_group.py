@@ -58,8 +58,16 @@ def test_broadcasts_any_dtype(pair, dtype):
     assert torch.equal(got, sent)
 
 
-def test_the_default_world_stays_untouched(pair):
-    assert not torch.distributed.is_initialized()
+def test_the_default_world_stays_untouched(store):
+    before = torch.distributed.is_initialized()  # tests of other rooms may have formed it
+    worker = Worker("other")
+    other = worker.submit(lambda: member(connect_store(store.address(HOST), timeout=2.0), 1, 2))
+    groups = (member(store.store, 0, 2), other.result(5))
+    worker.close()
+    assert torch.distributed.is_initialized() is before
+    if before:
+        assert torch.distributed.get_world_size() == 1
+    del groups
 
 
 def test_a_member_that_does_not_come_is_a_deadline(store):
