@@ -125,10 +125,12 @@ class PpoLoop:
     async def run(self) -> None:
         """Do all steps, and export what was trained."""
         config, schedule = self._config, self._schedule
+        frozen = schedule.freezing_steps
+        rest = f", which rests for the first {frozen} rollouts" if frozen > 0 else ""
         self._run.progress.say(
             f"{schedule.num_prompts} prompts, {schedule.num_rollouts} rollouts of up to "
             f"{samples_per_rollout(config)} samples, {schedule.policy_steps} optimizer steps of "
-            f"the policy, which rests for {schedule.freezing_steps} rollouts"
+            f"the policy{rest}"
         )
         behind = await self._resume() if config.ckpt.load_enable else 0
         if not behind:
