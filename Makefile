@@ -42,7 +42,7 @@ setup: $(BIN)/.setup ## make .venv with everything pinned, for CPUs
 
 setup-recipes: $(BIN)/.recipes ## the same, and what recipes/ reads
 
-demo: $(BIN)/.setup ## SFT, reward model and PPO through all services, with a report (about 6 minutes)
+demo: $(BIN)/.setup ## SFT, reward model and PPO through all services, with a report (2 to 7 minutes)
 	$(BIN)/python -m quartet.demo
 
 test: $(BIN)/.setup ## every test that needs no GPU
