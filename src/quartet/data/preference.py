@@ -53,11 +53,7 @@ def load_pairs(
     report = Report(source=source.names, rows=len(table))
     pairs = []
     rows = map_rows(make, table.rows, num_workers=data.dataloader_num_workers)
-    for index, made in enumerate(rows):
-        if isinstance(made, Dropped):
-            report.drop(index, made)
-            continue
-        pair, cut = made
+    for _, (pair, cut) in report.kept(rows):
         report.truncated += cut
         pairs.append(pair)
     return Built(samples=pairs, report=report).require_some(source.field)

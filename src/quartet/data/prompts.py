@@ -56,11 +56,7 @@ def load_prompts(
     seen: Counter[str] = Counter()
     prompts = []
     rows = map_rows(make, table.rows, num_workers=data.dataloader_num_workers)
-    for index, made in enumerate(rows):
-        if isinstance(made, Dropped):
-            report.drop(index, made)
-            continue
-        text, token_ids, label, datasource = made
+    for index, (text, token_ids, label, datasource) in report.kept(rows):
         name = content_id(text, label)
         prompts.append(
             Prompt(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -41,6 +42,14 @@ class Report:
         self.counts[dropped.reason] += 1
         detail = f": {dropped.detail}" if dropped.detail else ""
         self.examples.setdefault(dropped.reason, f"row {row}{detail}")
+
+    def kept(self, made: Iterable[T | Dropped]) -> Iterator[tuple[int, T]]:
+        """Row number and result of each row that gives one; the others are counted."""
+        for row, result in enumerate(made):
+            if isinstance(result, Dropped):
+                self.drop(row, result)
+            else:
+                yield row, result
 
     @property
     def dropped(self) -> int:

@@ -55,11 +55,7 @@ def load_sft(
     report = Report(source=source.names, rows=len(table))
     samples = []
     rows = map_rows(make, table.rows, num_workers=data.dataloader_num_workers)
-    for index, made in enumerate(rows):
-        if isinstance(made, Dropped):
-            report.drop(index, made)
-            continue
-        sample, cut = made
+    for _, (sample, cut) in report.kept(rows):
         report.truncated += cut
         samples.append(sample)
     return Built(samples=samples, report=report).require_some(source.field)

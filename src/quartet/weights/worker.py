@@ -24,7 +24,6 @@ END_SECONDS = 10.0
 """Longest time that the end of the process waits for threads that are still inside gloo."""
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Worker:
@@ -37,7 +36,6 @@ class Worker:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        _threads.add(self._thread)
         _workers.add(self)
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -54,6 +52,10 @@ class Worker:
         """End the thread after what is queued. Returns at once."""
         self._jobs.put(None)
 
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended, at most `timeout` seconds."""
+        self._thread.join(timeout)
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
@@ -64,10 +66,11 @@ class Worker:
 def _let_threads_end() -> None:
     """Give threads inside torch a moment: one that comes back to a dead interpreter aborts it."""
     deadline = time.monotonic() + END_SECONDS
-    for worker in list(_workers):
+    running = list(_workers)  # a thread that runs keeps its worker alive
+    for worker in running:
         worker.close()
-    for thread in list(_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    for worker in running:
+        worker.join(max(0.0, deadline - time.monotonic()))
 
 
 def _complete(future: Future[Any], work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
