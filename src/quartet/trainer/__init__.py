@@ -7,9 +7,3 @@ remembers what became of every sample, and `sinks` write the numbers down.
 
 Nothing here imports torch: a trainer can run on a laptop beside services that run elsewhere.
 """
-
-import os
-
-# Before anything imports gRPC, whose core reads it once: a service that is told to stop says
-# goodbye (GOAWAY), and that is no news for a terminal.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
