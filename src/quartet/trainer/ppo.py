@@ -10,7 +10,8 @@ from quartet.data import Prompt, Source, eval_source, fingerprint_of, load_promp
 from quartet.obs.progress import Progress
 from quartet.trainer.best import best_key
 from quartet.trainer.inputs import policy_tokenizer, say_report
-from quartet.trainer.ppo_loop import PpoInputs, PpoLoop, evaluated_sources
+from quartet.trainer.ppo_loop import PpoLoop
+from quartet.trainer.ppo_parts import PpoInputs, evaluated_sources
 from quartet.trainer.run import Job, Run, conduct
 from quartet.trainer.services import connect_ppo, local_services
 

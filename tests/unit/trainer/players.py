@@ -17,7 +17,7 @@ from quartet.errors import RequestError
 from quartet.obs.progress import Progress
 from quartet.trainer.launch import Launcher
 from quartet.trainer.ledger import Ledger
-from quartet.trainer.ppo_loop import PpoInputs
+from quartet.trainer.ppo_parts import PpoInputs
 from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run
 from quartet.trainer.sinks import Sinks

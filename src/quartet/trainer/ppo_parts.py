@@ -1,0 +1,141 @@
+"""The parts of a PPO run, each made from the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quartet.config import PpoConfig
+from quartet.config.derive import groups_in_flight, needs_groups, samples_per_rollout
+from quartet.data.samples import Prompt
+from quartet.trainer.checkpoints import Checkpoints
+from quartet.trainer.drops import Drops
+from quartet.trainer.evaluate import Evaluation
+from quartet.trainer.evaluators import Evaluators
+from quartet.trainer.filtering import group_filter
+from quartet.trainer.generation import Generation, GenerationSettings
+from quartet.trainer.pipeline import Pipeline, PipelineSettings
+from quartet.trainer.rooms import Players
+from quartet.trainer.run import Run
+from quartet.trainer.scoring import Decode, Scoring
+from quartet.types import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PpoInputs:
+    """What was read before anything was started."""
+
+    prompts: Sequence[Prompt]
+    decode: Decode
+    tokenizer_fingerprint: str
+    eval_prompts: Sequence[Prompt] = ()
+    """What the policy is evaluated on; none where there is no evaluation."""
+
+
+def evaluated_sources(config: PpoConfig, inputs: PpoInputs) -> set[str]:
+    """Data sources that evaluations speak of; none where there is no evaluation."""
+    return {p.datasource for p in inputs.eval_prompts} if config.eval.steps > 0 else set()
+
+
+def generation_settings(config: PpoConfig, run: Run) -> GenerationSettings:
+    """How prompts are completed for training."""
+    return GenerationSettings(
+        run_id=run.run_id,
+        seed=config.train.seed,
+        sampling=SamplingParams(
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            max_new_tokens=config.rollout.max_new_tokens,
+        ),
+        num_samples=config.rollout.n_samples_per_prompt,
+        isolated=config.train.full_determinism_enable,
+    )
+
+
+def _groups_in_flight(config: PpoConfig, players: Players) -> int:
+    return groups_in_flight(config) or players.max_groups_in_flight
+
+
+def evaluation_of(
+    config: PpoConfig, run: Run, inputs: PpoInputs, players: Players, scoring: Scoring
+) -> Evaluation | None:
+    """Evaluation as the flags ask for it; what they do not name is as in training."""
+    if config.eval.steps < 1 or not inputs.eval_prompts:
+        return None
+    training = generation_settings(config, run)
+    return Evaluation(
+        replace(
+            training,
+            sampling=replace(training.sampling, temperature=config.eval.temperature),
+            num_samples=config.eval.n_samples_per_prompt,
+        ),
+        inputs.eval_prompts,
+        sampler=players.sampler,
+        scoring=scoring,
+        max_groups_in_flight=_groups_in_flight(config, players),
+        progress=run.progress,
+    )
+
+
+def pipeline_of(config: PpoConfig, run: Run, players: Players, scoring: Scoring) -> Pipeline:
+    """How a rollout is made, as the flags ask for it."""
+    deterministic = config.train.full_determinism_enable
+    drops = Drops(limit=samples_per_rollout(config))
+    generation = Generation(
+        generation_settings(config, run), players.sampler, ledger=run.ledger, drops=drops
+    )
+    return Pipeline(
+        PipelineSettings(
+            temperature=config.rollout.temperature,
+            min_group=2 if needs_groups(config) else 1,
+            group_filter=group_filter(config),
+            deterministic=deterministic,
+            max_groups_in_flight=_groups_in_flight(config, players),
+        ),
+        generation=generation,
+        scoring=scoring,
+        evaluators=Evaluators(
+            policy=players.policy,
+            reference=players.reference,
+            reference_width=players.num_references,
+            critic=players.critic,
+        ),
+        ledger=run.ledger,
+        progress=run.progress,
+        drops=drops,
+    )
+
+
+def scoring_of(run: Run, inputs: PpoInputs, players: Players) -> Scoring:
+    """How rewards are asked for."""
+    return Scoring(
+        players.judge,
+        inputs.decode,
+        run_id=run.run_id,
+        tokenizer_fingerprint=inputs.tokenizer_fingerprint,
+        with_token_ids=players.judge_wants_token_ids,
+        max_samples=players.judge_max_samples,
+    )
+
+
+def checkpoints_of(config: PpoConfig, run: Run, inputs: PpoInputs, players: Players) -> Checkpoints:
+    """Where the learners save, and the settings by which steps are counted."""
+    learners = {"learner": (players.policy, "_actor")}
+    if players.critic is not None:
+        learners["critic"] = (players.critic, "_critic")
+    return Checkpoints(
+        config.ckpt,
+        learners,
+        run_id=run.run_id,
+        counted_by={
+            "train.seed": config.train.seed,
+            "train.batch_size": config.train.batch_size,
+            "rollout.batch_size": config.rollout.batch_size,
+            "rollout.n_samples_per_prompt": config.rollout.n_samples_per_prompt,
+            "number of prompts": len(inputs.prompts),
+            # An average can neither begin nor change its pace in the middle of a run.
+            "train.ema_beta": config.train.ema_beta if config.train.enable_ema else None,
+        },
+        progress=run.progress,
+    )

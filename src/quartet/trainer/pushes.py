@@ -1,0 +1,101 @@
+"""Pushes of the policy: who serves which version, and what is done when a push is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from quartet.errors import FatalError, InfraError
+from quartet.obs.metrics import POLICY_VERSION
+from quartet.obs.progress import Progress
+from quartet.trainer.launch import Launcher
+from quartet.trainer.rooms import Trainee
+
+PUSH_REPEATS = 2
+"""How often a push that no replica took is tried again before it ends the run."""
+
+
+class Pushes:
+    """Brings the policy's weights to the rollout replicas, and counts versions."""
+
+    def __init__(
+        self,
+        policy: Trainee,
+        launcher: Launcher,
+        *,
+        run_id: str,
+        policy_version: int,
+        progress: Progress,
+    ) -> None:
+        """Push the weights of `policy`.
+
+        Args:
+            policy: The learner.
+            launcher: Knows of rollout services that are being started again.
+            run_id: Begins the request ids.
+            policy_version: The highest version that any service has seen.
+            progress: Where to show a push.
+        """
+        self._policy = policy
+        self._launcher = launcher
+        self._run_id = run_id
+        self._progress = progress
+        self.policy_version = policy_version
+        """Version that the rollout services were given last."""
+        self.count = 0
+        """Pushes of the run, that at the start included."""
+        self._sends = 0
+        self.weights = asyncio.Lock()
+        """Held while the policy's weights move: what is pushed in between would be neither."""
+
+    async def push(self, when: str) -> None:
+        """Have all rollout replicas serve the policy as it is now.
+
+        Raises:
+            FatalError: none of them took it.
+        """
+        version = self.policy_version + 1
+        repeats = 0
+        while problem := await self._send(version, when):
+            # A rollout service that just died and is started again is worth another push.
+            if await self._launcher.settle():
+                continue
+            # One lost call must not cost a run: the services may be well.
+            if repeats == PUSH_REPEATS:
+                what = f"version {version} of the policy in {1 + repeats} pushes: {problem}"
+                raise FatalError(f"no rollout service took {what}", reason="PUSH_FAILED")
+            repeats += 1
+            again = f"trying again, {repeats} of at most {PUSH_REPEATS}"
+            self._progress.say(f"{when} push: {again}: {problem}")
+        self.policy_version = version
+        POLICY_VERSION.set(version)
+        self.count += 1
+
+    async def _send(self, version: int, when: str, to: Sequence[str] | None = None) -> str:
+        """Push once, to all or to given addresses; returns why no replica took it, or nothing."""
+        self._sends += 1
+        with self._progress.phase(f"{when} push") as phase:
+            phase.waiting_for = "learner and rollout"
+            try:
+                result = await self._policy.push_weights(
+                    request_id=f"{self._run_id}/push/{version}/{self._sends}",
+                    policy_version=version,
+                    addresses=to,
+                )
+            except InfraError as error:
+                return str(error)
+            phase.note = f"{result.total_bytes / 1e6:.1f} MB as version {version}"
+        problems = [
+            f"{r.address} does not have version {version}: {r.failed_phase} failed, {r.error}"
+            for r in result.replicas
+            if not r.committed
+        ]
+        for problem in problems:
+            self._progress.say(f"rollout {problem}")
+        return "; ".join(problems) if len(problems) == len(result.replicas) else ""
+
+    async def catch_up(self, role: str, address: str) -> None:
+        """Give a rollout service that was started again the weights that generation asks for."""
+        if role.startswith("rollout") and self.count:
+            async with self.weights:
+                await self._send(self.policy_version, f"{role} at {address} is back:", [address])
