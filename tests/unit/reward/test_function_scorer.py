@@ -9,11 +9,11 @@ import signal
 
 import pytest
 from quartet_reward.batcher import Batcher
-from quartet_reward.process_tree import descendants
 from quartet_reward.scorers.function import FunctionScorer
 
 from quartet.errors import ConfigError
 from quartet.types import Failure, Reward, ScoreItem
+from quartet.workers import descendants
 
 
 def make_item(name="s0", query="a question and its answer", label=""):

@@ -8,7 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from quartet_reward.worker import load_reward_func, plain
+from quartet_reward.worker import load_reward_func
+
+from quartet.workers.child import plain
 
 
 @pytest.mark.parametrize(

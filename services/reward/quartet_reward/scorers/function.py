@@ -6,7 +6,6 @@ crashes, prints, forks or leaks costs one sample and one worker. See `quartet_re
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import hashlib
 import logging
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from quartet.errors import ConfigError, DataError, InfraError
 from quartet.types import Failure, ScoreItem
+from quartet.workers import read_source
 from quartet_reward.answer import DEFAULT_MAX_ABS, read_answer
 from quartet_reward.scorer import Job, Outcome, ScorerTraits
 from quartet_reward.worker_process import WorkerProcess
@@ -77,7 +77,7 @@ class FunctionScorer:
         Raises:
             ConfigError: it is missing, does not parse, cannot be imported, or has no reward_func.
         """
-        self._source = read_source(self._path)
+        self._source = read_source(self._path, "reward file")
         await asyncio.gather(*(self._fill(slot) for slot in self._slots))
         for slot in self._slots:
             self._idle.put_nowait(slot)
@@ -160,27 +160,6 @@ class FunctionScorer:
         except Exception as error:  # the next call on this slot tries again, and fails with it
             logger.error("cannot start another reward worker: %s", error)
         self._idle.put_nowait(slot)
-
-
-def read_source(path: Path) -> str:
-    """Read a reward file and check all that can be checked without running it.
-
-    Raises:
-        ConfigError: it is missing, unreadable, or does not parse.
-    """
-    try:
-        source = path.read_text(encoding="utf-8")
-        ast.parse(source, filename=str(path))
-    except OSError as error:
-        raise ConfigError(f"cannot read the reward file {path}: {error.strerror}") from error
-    except SyntaxError as error:
-        place = f"line {error.lineno}" if error.lineno else "unknown line"
-        raise ConfigError(
-            f"the reward file {path} does not parse: {error.msg} ({place})"
-        ) from error
-    except ValueError as error:  # not UTF-8, or a null byte
-        raise ConfigError(f"the reward file {path} is no Python text: {error}") from error
-    return source
 
 
 def _notes(error: BaseException) -> str:
