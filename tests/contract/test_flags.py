@@ -72,11 +72,15 @@ def same_type(ours: str, theirs: str) -> bool:
     """Ours is theirs, or takes more."""
     if theirs.startswith("flag"):
         return ours == "bool"
-    if theirs == "str {bf16,fp16}":
-        return ours == "str {bf16,fp16,fp32}"
+    if theirs.startswith("str {"):
+        return set(choices(theirs)) <= set(choices(ours))
     if theirs == "int" and ours == "float":
         return True
     return ours == theirs.replace("x+", "x*")
+
+
+def choices(type_name: str) -> list[str]:
+    return type_name.removeprefix("str {").removesuffix("}").split(",")
 
 
 def same_value(value: object, text: str) -> bool:

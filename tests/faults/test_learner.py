@@ -169,15 +169,18 @@ def test_fault_18_kl_and_entropy_are_weighed_as_the_policy_is():
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("drift", [-60.0, -12.0, -5.0, -3.0, 4.5, 12.0, 60.0])
+@pytest.mark.parametrize("drift", [-60.0, -12.0, 12.0, 60.0])
 def test_fault_79_a_policy_that_drifted_far_is_pulled_back(estimator, drift):
-    """The loss is bounded, its gradient is not 0 there: it stays what it is at the border."""
+    """k3 is bounded and keeps the gradient of its border; k1 and k2 need no bound."""
     logprobs = torch.tensor([drift], requires_grad=True)
     kl = kl_estimate(logprobs, torch.zeros(1), estimator)
-    assert abs(kl.item()) <= 10.0
+    assert kl.item() == pytest.approx({"k1": drift, "k2": drift**2 / 2, "k3": 10.0}[estimator])
     (pull,) = torch.autograd.grad(kl.sum(), logprobs)
-    if estimator == "k1":
-        assert pull.item() == 1.0
+    if estimator == "k3":
+        assert pull.item() == pytest.approx(1.0 if drift > 0 else -12.610867, rel=1e-4)
     else:
-        assert np.sign(pull.item()) == np.sign(drift)
-        assert 0.9 <= abs(pull.item()) <= 13.0
+        assert pull.item() == {"k1": 1.0, "k2": drift}[estimator]
+    # The flag for OpenRLHF's numbers has the fault: --algo.kl.bound_all.
+    kl = kl_estimate(logprobs, torch.zeros(1), estimator, bounds="all")
+    assert abs(kl.item()) == 10.0
+    assert torch.autograd.grad(kl.sum(), logprobs)[0].item() == 0.0

@@ -6,7 +6,6 @@ may fail inside a collective.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,6 +27,7 @@ from quartet.types import (
     ValueLoss,
 )
 from quartet.types.requests import ForwardRequest
+from quartet_learner.constants import check_constants
 from quartet_learner.samples import PER_TOKEN, names_of, present
 
 HEADS: dict[type[Loss], Head] = {
@@ -75,7 +75,12 @@ def used_fields(loss: Loss, samples: TrainSamples) -> tuple[str, ...]:
 
 
 def check_run(
-    spec: RunSpec, experts_taken: int, *, zero_stage: int = 0, reentrant: bool = False
+    spec: RunSpec,
+    experts_taken: int,
+    *,
+    zero_stage: int = 0,
+    reentrant: bool = False,
+    adapters: bool = False,
 ) -> None:
     """Raise for what the learner cannot do in a run.
 
@@ -84,9 +89,11 @@ def check_run(
         experts_taken: by each token; 0 for a model without a router.
         zero_stage: the one that DeepSpeed is given.
         reentrant: whether gradients are checkpointed in the reentrant way.
+        adapters: whether the model has low-rank adapters.
 
     Raises:
-        ConfigError: a router loss that this model cannot have, or Muon on parts of matrices.
+        ConfigError: a router loss that this model cannot have, or Muon on parts or factors of
+            matrices.
     """
     if spec.optimizer.type == "muon" and zero_stage > 0:
         raise ConfigError(
@@ -94,6 +101,13 @@ def check_run(
             field="optim",
             value="muon",
             remedy="use --ds.zero_stage 0 with --ds.param_dtype fp32 and no --ds.adam_offload",
+        )
+    if spec.optimizer.type == "muon" and adapters:
+        raise ConfigError(
+            "Muon moves whole matrices, and adapters are factors of them",
+            field="optim",
+            value="muon",
+            remedy="use --optim adam, or --ds.lora.rank 0",
         )
     if spec.with_router_loss:
         _check_router_loss(experts_taken, reentrant)
@@ -149,10 +163,7 @@ def check_loss(loss: Loss, head: Head, *, routed: bool = False) -> None:
             value=str(loss.aux_loss_coef),
             remedy="set with_router_loss in StartRun, or aux_loss_coef to 0",
         )
-    if isinstance(loss, PolicyLoss):
-        _check_policy_loss(loss)
-    if isinstance(loss, DpoLoss) and not loss.beta > 0:
-        raise _wrong("beta must be above 0", "loss.beta", str(loss.beta), "use for example 0.1")
+    check_constants(loss)
 
 
 def check_samples(loss: Loss, parts: Sequence[TrainSamples]) -> None:
@@ -238,44 +249,6 @@ def check_sequences(sequences: SequenceBatch, vocabulary: int, max_length: int) 
             str(sequences.lengths[long[0]]),
             "lower the lengths of prompts and completions, or raise the learner's --data.max_len",
             sample_id=names_of(sequences)[int(long[0])],
-        )
-
-
-def _check_policy_loss(loss: PolicyLoss) -> None:
-    if not (math.isfinite(loss.temperature) and loss.temperature > 0):
-        raise _wrong(
-            "temperature must be above 0",
-            "loss.temperature",
-            str(loss.temperature),
-            "send the temperature that sampled",
-        )
-    if loss.dual_clip is not None and not loss.dual_clip > 1:
-        raise _wrong(
-            "dual_clip must be above 1", "loss.dual_clip", str(loss.dual_clip), "use for example 3"
-        )
-    if loss.aggregation == "seq-mean-token-sum-norm" and loss.aggregation_length < 1:
-        raise _wrong(
-            "seq-mean-token-sum-norm needs a length",
-            "loss.aggregation_length",
-            str(loss.aggregation_length),
-            "send the longest completion in tokens",
-        )
-    correction = loss.mismatch_correction
-    if correction is None:
-        return
-    if correction.mode == "clip" and (correction.level, correction.gating) != ("token", "ratio"):
-        raise _wrong(
-            "mode clip works on the ratios of tokens",
-            "loss.mismatch_correction.mode",
-            f"clip with level {correction.level} and gating {correction.gating}",
-            "use mode mask, or level token and gating ratio",
-        )
-    if not correction.threshold_low <= correction.threshold_high:
-        raise _wrong(
-            "the band of the mismatch correction is empty",
-            "loss.mismatch_correction.threshold_low",
-            f"{correction.threshold_low} .. {correction.threshold_high}",
-            "make threshold_low the smaller one",
         )
 
 

@@ -17,6 +17,7 @@ from quartet.algorithms.groups import GroupStats, group_stats
 from quartet.algorithms.kl import (
     AdaptiveKlController,
     FixedKlController,
+    KlBounds,
     KlController,
     KlEstimator,
     approx_kl,
@@ -44,6 +45,7 @@ __all__ = [
     "FixedKlController",
     "GroupFilter",
     "GroupStats",
+    "KlBounds",
     "KlController",
     "KlEstimator",
     "Spans",

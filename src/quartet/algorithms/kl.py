@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from quartet.algorithms.ragged import Float
 
 KlEstimator = Literal["k1", "k2", "k3"]
+KlBounds = Literal["k3", "all", "none"]
 
-MAX_PENALTY = 10.0
-"""Bound of one token's penalty, either way."""
+MAX_KL = 10.0
+"""Bound of a token's estimate, where it is bounded."""
 MAX_LOG_RATIO = 20.0
 """Bound of the log-ratio inside the exponential of k3."""
 MAX_CHANGE = 0.2
@@ -26,7 +27,7 @@ def approx_kl(
     ref_logprobs: NDArray[np.floating],
     estimator: KlEstimator = "k1",
     *,
-    clamp: float | None = MAX_PENALTY,
+    bounds: KlBounds = "k3",
 ) -> Float:
     """Estimate KL(policy || reference) token by token from one sample.
 
@@ -37,7 +38,8 @@ def approx_kl(
         logprobs: Log-probabilities of the policy, any shape.
         ref_logprobs: Those of the reference, same shape.
         estimator: k1, k2 or k3.
-        clamp: Bound of the result, for penalties; None to report the estimate itself.
+        bounds: Which estimators are kept within +-10. k3 grows exponentially, so one token could
+            outweigh a whole answer; "all" is OpenRLHF's rule; "none" reports the estimate itself.
 
     Raises:
         ValueError: the estimator is unknown.
@@ -52,7 +54,7 @@ def approx_kl(
         kl = np.expm1(-bounded) + bounded
     else:
         raise ValueError(f"KL estimator {estimator!r} is unknown; there are k1, k2 and k3")
-    return kl if clamp is None else np.clip(kl, -clamp, clamp)
+    return np.clip(kl, -MAX_KL, MAX_KL) if bounds in (estimator, "all") else kl
 
 
 class KlController(Protocol):

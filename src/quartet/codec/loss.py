@@ -57,6 +57,7 @@ def encode_kl_loss(loss: KlLoss) -> pb.KlLoss:
         coef=loss.coef,
         estimator=KL_ESTIMATOR.encode(loss.estimator, "estimator"),
         unbiased_gradient=loss.unbiased_gradient,
+        bound_all=loss.bound_all,
     )
 
 
@@ -66,6 +67,7 @@ def decode_kl_loss(message: pb.KlLoss, field: str = "kl_loss") -> KlLoss:
         coef=finite(message.coef, f"{field}.coef"),
         estimator=KL_ESTIMATOR.decode(message.estimator, f"{field}.estimator"),
         unbiased_gradient=message.unbiased_gradient,
+        bound_all=message.bound_all,
     )
 
 
@@ -172,6 +174,7 @@ def encode_dpo_loss(loss: DpoLoss) -> pb.DpoLoss:
     return pb.DpoLoss(
         beta=loss.beta,
         ipo=loss.ipo,
+        ipo_sum=loss.ipo_sum,
         label_smoothing=loss.label_smoothing,
         nll_loss_coef=loss.nll_loss_coef,
         aux_loss_coef=loss.aux_loss_coef,
@@ -183,6 +186,7 @@ def decode_dpo_loss(message: pb.DpoLoss, field: str = "dpo") -> DpoLoss:
     return DpoLoss(
         beta=finite(message.beta, f"{field}.beta"),
         ipo=message.ipo,
+        ipo_sum=message.ipo_sum,
         label_smoothing=finite(message.label_smoothing, f"{field}.label_smoothing"),
         nll_loss_coef=finite(message.nll_loss_coef, f"{field}.nll_loss_coef"),
         aux_loss_coef=finite(message.aux_loss_coef, f"{field}.aux_loss_coef"),

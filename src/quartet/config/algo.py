@@ -36,6 +36,9 @@ class AdvantageConfig:
     """Whiten advantages by the mean only."""
     std_eps: float = 1e-6
     """Added to a group's standard deviation before group_norm divides by it."""
+    observation_spans: Literal["carry", "decay"] = "carry"
+    """Tokens between two actions that the policy did not choose. carry: they take no time. decay:
+    each is a step of value 0 that costs gamma * lambda, as in OpenRLHF."""
     is_correction_level: Literal["off", "token", "seq"] = "off"
     """Correct for the difference between the rollout engine's log-probabilities and the
     learner's: never, for each token, or for each sequence."""
@@ -63,6 +66,8 @@ class KlConfig:
     """Add KL to the loss, instead of taking it from the reward."""
     unbiased_gradient: bool = False
     """With `use_loss`: the importance-weighted gradient of the reverse KL."""
+    bound_all: bool = False
+    """Keep a token's k1 and k2 within 10 too, without gradient beyond, as OpenRLHF does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,18 @@ def clip_band(actor: ActorConfig) -> tuple[float, float]:
     return actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
 
 
+def longest_answer(config: PpoConfig) -> int:
+    """Most tokens that a completion may have."""
+    return config.rollout.max_new_tokens or config.data.max_len
+
+
+def aggregation_length(config: PpoConfig) -> int:
+    """Tokens that seq-mean-token-sum-norm divides by; 0 for the other aggregations."""
+    if config.actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        return 0
+    return config.actor.loss_agg_length or longest_answer(config)
+
+
 def correction_band(advantage: AdvantageConfig) -> tuple[float, float]:
     """Band (low, high) of the rollout correction; one given number is its upper end."""
     *low, high = advantage.is_correction_threshold

@@ -92,6 +92,7 @@ LIMITS: Mapping[str, Limit] = {
     "actor.eps_clip": _POSITIVE,
     "actor.eps_clip_low_high": _POSITIVE,
     "actor.dual_clip": Limit(low=1, low_open=True),
+    "actor.loss_agg_length": _COUNT,
     "actor.aux_loss_coef": _WEIGHT,
     "actor.entropy_coef": _WEIGHT,
     "model.aux_loss_coef": _WEIGHT,

@@ -10,6 +10,10 @@ from typing import Literal
 
 from quartet.config.optim import AdamConfig, OptimizerFields
 
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorConfig(OptimizerFields):
@@ -32,10 +36,16 @@ class ActorConfig(OptimizerFields):
     """Two clip ranges, LOW HIGH; none means `eps_clip` for both."""
     dual_clip: float | None = None
     """Bound, above 1, of the loss where the advantage is negative (dual-clip PPO)."""
-    policy_loss_type: Literal["ppo", "gspo"] = "ppo"
-    """Ratio per token (ppo) or per sequence (gspo)."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    """How token losses become one number. gspo always takes the mean over sequences."""
+    policy_loss_type: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """ppo: ratio per token. gspo: per sequence. cispo: the clipped ratio is a weight, so that no
+    token is without gradient."""
+    loss_agg_mode: Aggregation = "token-mean"
+    """How token losses become one number: the mean over tokens; or the mean over sequences of the
+    mean, of the sum, or of the sum divided by `loss_agg_length` (Dr. GRPO). gspo always takes
+    seq-mean-token-mean."""
+    loss_agg_length: int | None = None
+    """Tokens that seq-mean-token-sum-norm divides by. None: `rollout.max_new_tokens`, or
+    `data.max_len` where there is none."""
     aux_loss_coef: float = 0.0
     """Weight of a mixture-of-experts router's balance loss, in the policy, and in a critic that
     starts from the same model."""
@@ -169,7 +179,9 @@ class DpoModelConfig(ModelConfig):
     beta: float = 0.1
     """Strength of the pull towards the reference model."""
     ipo_enable: bool = False
-    """Use the IPO loss."""
+    """Use the IPO loss, of each answer's mean log-probability."""
+    ipo_sum: bool = False
+    """Let IPO take sums over the tokens, as OpenRLHF does; it then depends on lengths."""
     label_smoothing: float = 0.0
     """Share of pairs taken to be labelled the wrong way round (cDPO), in [0, 0.5)."""
     nll_loss_coef: float = 0.0

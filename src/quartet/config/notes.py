@@ -114,8 +114,7 @@ def _ppo_algorithm(config: PpoConfig, given: set[str]) -> Iterator[str]:
         )
     if needs_ref(config) and not kl.use_loss and kl.estimator != "k1":
         yield f"algo.kl.estimator: in the reward k1 is unbiased, {kl.estimator} is not."
-    if config.actor.policy_loss_type == "gspo" and config.actor.loss_agg_mode == "token-mean":
-        yield "actor.loss_agg_mode: gspo takes the mean over sequences, whatever is set."
+    yield from _policy_loss(config, given)
     if (
         advantage.is_correction_level == "off"
         and {
@@ -131,6 +130,22 @@ def _ppo_algorithm(config: PpoConfig, given: set[str]) -> Iterator[str]:
         yield f"{', '.join(sorted(filtering))}: no effect without --algo.dynamic_filtering_enable."
     if config.train.colocate_all and config.train.colocate_critic_reward:
         yield "train.colocate_critic_reward: colocate_all shares all GPUs already."
+
+
+def _policy_loss(config: PpoConfig, given: set[str]) -> Iterator[str]:
+    actor, advantage = config.actor, config.algo.advantage
+    gspo = actor.policy_loss_type == "gspo"
+    if gspo and actor.loss_agg_mode != "seq-mean-token-mean":
+        yield "actor.loss_agg_mode: gspo takes the mean over sequences, whatever is set."
+    if gspo and advantage.is_correction_level != "off":
+        yield (
+            "algo.advantage.is_correction_*: gspo takes its ratio to the rollout engine's "
+            "log-probabilities; level, mode, gating and threshold have no effect."
+        )
+    if actor.policy_loss_type == "cispo" and actor.dual_clip is not None:
+        yield "actor.dual_clip: no effect on cispo."
+    if "actor.loss_agg_length" in given and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield "actor.loss_agg_length: only seq-mean-token-sum-norm has a length."
 
 
 def _ppo_engine(config: PpoConfig, machine: Machine, given: set[str]) -> Iterator[str]:

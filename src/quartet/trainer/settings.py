@@ -8,7 +8,7 @@ from quartet.config import (
     OptimizerFields,
     PpoConfig,
 )
-from quartet.config.derive import clip_band, correction_band, critic_model
+from quartet.config.derive import aggregation_length, clip_band, correction_band, critic_model
 from quartet.types import (
     KlLoss,
     MismatchCorrection,
@@ -92,7 +92,10 @@ def policy_loss(config: PpoConfig, *, kl_coef: float) -> PolicyLoss:
     kl_loss = None
     if kl.use_loss and kl.init_coef > 0:
         kl_loss = KlLoss(
-            coef=kl_coef, estimator=kl.estimator, unbiased_gradient=kl.unbiased_gradient
+            coef=kl_coef,
+            estimator=kl.estimator,
+            unbiased_gradient=kl.unbiased_gradient,
+            bound_all=kl.bound_all,
         )
     return PolicyLoss(
         type=actor.policy_loss_type,
@@ -103,6 +106,7 @@ def policy_loss(config: PpoConfig, *, kl_coef: float) -> PolicyLoss:
         aggregation=(
             "seq-mean-token-mean" if actor.policy_loss_type == "gspo" else actor.loss_agg_mode
         ),
+        aggregation_length=aggregation_length(config),
         entropy_coef=actor.entropy_coef,
         kl_loss=kl_loss,
         aux_loss_coef=actor.aux_loss_coef,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from quartet.algorithms import (
     AdvantageInputs,
     AdvantageSettings,
+    KlBounds,
     KlEstimator,
     approx_kl,
     compute_advantages,
@@ -17,6 +18,7 @@ from quartet.algorithms import (
     stop_properly_penalty,
 )
 from quartet.config import PpoConfig
+from quartet.config.derive import longest_answer
 from quartet.errors import FatalError
 from quartet.trainer.experience import Experience
 
@@ -30,6 +32,8 @@ class ShapingSettings:
     advantage: AdvantageSettings
     """Its KL weight is replaced in each step by the controller's."""
     kl_estimator: KlEstimator
+    kl_bounds: KlBounds
+    """What is bounded in the penalty; the log shows the estimates themselves."""
     kl_in_reward: bool
     """KL is taken from the reward; False where it is a term of the loss, or absent."""
     max_new_tokens: int
@@ -55,10 +59,12 @@ class ShapingSettings:
                 clip_range=reward.clip_range,
                 clip_after_baseline=reward.clip_after_baseline,
                 std_eps=advantage.std_eps,
+                spans=advantage.observation_spans,
             ),
             kl_estimator=kl.estimator,
+            kl_bounds="all" if kl.bound_all else "k3",
             kl_in_reward=kl.init_coef > 0 and not kl.use_loss,
-            max_new_tokens=config.rollout.max_new_tokens or config.data.max_len,
+            max_new_tokens=longest_answer(config),
             overlong_buffer_len=reward.overlong_buffer_len,
             overlong_penalty_factor=reward.overlong_penalty_factor,
             stop_properly_penalty_coef=reward.stop_properly_penalty_coef,
@@ -92,11 +98,10 @@ def shape(experience: Experience, settings: ShapingSettings, *, kl_coef: float) 
     kl = penalty = None
     if experience.ref_logprobs is not None:
         old, ref = experience.old_logprobs, experience.ref_logprobs
-        # The log shows the estimate itself; a penalty is bounded so that one token cannot
-        # outweigh the reward of a whole completion.
-        kl = np.where(mask, approx_kl(old, ref, settings.kl_estimator, clamp=None), 0.0)
+        estimator, bounds = settings.kl_estimator, settings.kl_bounds
+        kl = np.where(mask, approx_kl(old, ref, estimator, bounds="none"), 0.0)
         if settings.kl_in_reward:
-            penalty = np.where(mask, approx_kl(old, ref, settings.kl_estimator), 0.0)
+            penalty = np.where(mask, approx_kl(old, ref, estimator, bounds=bounds), 0.0)
     try:
         result = compute_advantages(
             AdvantageInputs(

@@ -55,6 +55,8 @@ class KlLoss:
     coef: float
     estimator: Literal["k1", "k2", "k3"] = "k1"
     unbiased_gradient: bool = False
+    bound_all: bool = False
+    """Values of every estimator within 10 and no gradient beyond, not of k3 alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +110,9 @@ class DpoLoss:
 
     beta: float = 0.1
     ipo: bool = False
+    """IPO in place of DPO, of the mean log-probability of each answer's tokens."""
+    ipo_sum: bool = False
+    """IPO of the sums over the tokens: it then depends on how long the answers are."""
     label_smoothing: float = 0.0
     nll_loss_coef: float = 0.0
     aux_loss_coef: float = 0.0

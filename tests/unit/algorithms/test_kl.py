@@ -18,9 +18,8 @@ from quartet.algorithms import (
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_incumbents_numbers(vectors, estimator):
     case = vectors("kl_estimators")[f"openrlhf_{estimator}"]
-    kl = approx_kl(
-        np.array(case["inputs"]["log_probs"]), np.array(case["inputs"]["ref_log_probs"]), estimator
-    )
+    logprobs, ref = (np.array(case["inputs"][name]) for name in ("log_probs", "ref_log_probs"))
+    kl = approx_kl(logprobs, ref, estimator, bounds="all")
     np.testing.assert_allclose(kl, case["expected"]["kl"], rtol=2e-6, atol=2e-7)
 
 
@@ -32,19 +31,29 @@ def test_incumbents_numbers(vectors, estimator):
         ("k3", [10, 10, 0.718282, 0.005171, 0, 0.004837, 0.367879, 9.000046, 10]),
     ],
 )
-def test_penalties_are_bounded(estimator, expected):
+def test_incumbents_bounds(estimator, expected):
     difference = np.array([-30, -10, -1, -0.1, 0, 0.1, 1, 10, 30])
-    np.testing.assert_allclose(approx_kl(difference, np.zeros(9), estimator), expected, atol=1e-6)
+    kl = approx_kl(difference, np.zeros(9), estimator, bounds="all")
+    np.testing.assert_allclose(kl, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("k1", [-30, -2, 30]), ("k2", [450, 2, 450]), ("k3", [10, 4.389056, 10])],
+)
+def test_only_k3_is_bounded(estimator, expected):
+    kl = approx_kl(np.array([-30.0, -2.0, 30.0]), np.zeros(3), estimator)
+    np.testing.assert_allclose(kl, expected, rtol=1e-6, atol=0 if estimator != "k3" else 3e-6)
 
 
 def test_reports_are_not_bounded():
-    assert approx_kl(np.array([30.0]), np.zeros(1), "k1", clamp=None) == 30.0
-    assert np.isfinite(approx_kl(np.array([-1e4]), np.zeros(1), "k3", clamp=None)).all()
+    assert approx_kl(np.array([30.0]), np.zeros(1), "k1", bounds="none") == 30.0
+    assert np.isfinite(approx_kl(np.array([-1e4]), np.zeros(1), "k3", bounds="none")).all()
 
 
 @given(st.floats(-20, 20), st.floats(-5, 5))
 def test_k3_by_the_exponential_and_never_negative(logprob, ref):
-    kl = approx_kl(np.array([logprob]), np.array([ref]), "k3", clamp=None)
+    kl = approx_kl(np.array([logprob]), np.array([ref]), "k3", bounds="none")
     if ref - logprob < 20:
         ratio = math.exp(ref - logprob)
         np.testing.assert_allclose(kl, ratio - 1 - (ref - logprob), rtol=1e-9, atol=1e-9)
@@ -58,7 +67,7 @@ def test_k1_and_k3_are_unbiased(weights, seed):
     q = np.random.default_rng(seed).dirichlet(np.ones(len(p))) * 0.9 + 0.1 / len(p)
     exact = float(np.sum(p * np.log(p / q)))
     for estimator in ("k1", "k3"):
-        kl = approx_kl(np.log(p), np.log(q), estimator, clamp=None)
+        kl = approx_kl(np.log(p), np.log(q), estimator, bounds="none")
         assert math.isclose(float(np.sum(p * kl)), exact, rel_tol=1e-9, abs_tol=1e-12)
 
 

@@ -36,6 +36,21 @@ CASES = [
     (PpoConfig, {"algo.kl.use_loss": True}, "k1 has a gradient of mean 0"),
     (PpoConfig, {"algo.kl.estimator": "k3"}, "in the reward k1 is unbiased, k3 is not"),
     (PpoConfig, {"actor.policy_loss_type": "gspo"}, "gspo takes the mean over sequences"),
+    (
+        PpoConfig,
+        {"actor.policy_loss_type": "gspo", "algo.advantage.is_correction_level": "token"},
+        "gspo takes its ratio to the rollout engine's",
+    ),
+    (
+        PpoConfig,
+        {"actor.policy_loss_type": "cispo", "actor.dual_clip": 3.0},
+        "actor.dual_clip: no effect on cispo",
+    ),
+    (
+        PpoConfig,
+        {"actor.loss_agg_length": 8},
+        "only seq-mean-token-sum-norm has a length",
+    ),
     (PpoConfig, {"algo.advantage.is_correction_gating": "tv"}, "the correction is off"),
     (
         PpoConfig,

@@ -169,8 +169,10 @@ CASES = [
      "algo.advantage.is_correction_level"),
     ("ppo", PPO + "--algo.advantage.is_correction_level seq --rollout.top_k 50",
      "algo.advantage.is_correction_level"),
-    ("ppo", PPO + "--algo.advantage.is_correction_level seq --actor.policy_loss_type gspo",
-     "algo.advantage.is_correction_level"),
+    ("ppo", PPO + "--algo.advantage.is_correction_level seq --actor.policy_loss_type gspo", None),
+    ("ppo", PPO + "--actor.policy_loss_type cispo --actor.loss_agg_mode seq-mean-token-sum", None),
+    ("ppo", PPO + "--actor.loss_agg_mode seq-mean-token-sum-norm --actor.loss_agg_length 0",
+     "actor.loss_agg_length"),
     ("ppo", PPO + "--rollout.top_p 0.9", None),
     # KL
     ("ppo", PPO + "--algo.kl.unbiased_gradient", "algo.kl.unbiased_gradient"),

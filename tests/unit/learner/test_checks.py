@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -76,7 +77,15 @@ def test_a_loss_of_another_head(loss, head):
         (PolicyLoss(dual_clip=1.0), "loss.dual_clip"),
         (PolicyLoss(aggregation="seq-mean-token-sum-norm"), "loss.aggregation_length"),
         (PolicyLoss(aux_loss_coef=0.1), "loss.aux_loss_coef"),
+        (PolicyLoss(eps_clip_low=-0.1), "loss.eps_clip_low"),
+        (PolicyLoss(eps_clip_high=math.nan), "loss.eps_clip_high"),
+        (PolicyLoss(entropy_coef=math.nan), "loss.entropy_coef"),
+        (PolicyLoss(kl_loss=KlLoss(coef=math.inf)), "loss.kl_loss.coef"),
         (DpoLoss(beta=0.0), "loss.beta"),
+        (DpoLoss(label_smoothing=0.5), "loss.label_smoothing"),
+        (DpoLoss(nll_loss_coef=math.nan), "loss.nll_loss_coef"),
+        (ValueLoss(value_clip=-0.5), "loss.value_clip"),
+        (ValueLoss(aggregation="seq-mean-token-sum-norm"), "loss.aggregation"),
         (
             PolicyLoss(mismatch_correction=MismatchCorrection(level="seq", mode="clip")),
             "loss.mismatch_correction.mode",
@@ -92,7 +101,7 @@ def test_a_loss_of_another_head(loss, head):
     ],
 )
 def test_constants_out_of_range(loss, field):
-    assert refuse(checks.check_loss, loss, Head.LM).info.field == field
+    assert refuse(checks.check_loss, loss, checks.HEADS[type(loss)]).info.field == field
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def correction_weights(
     """
     old = needed(batch.old_logprobs, "old_logprobs")
     rollout = needed(batch.rollout_logprobs, "rollout_logprobs")
-    log_ratio = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    weight = log_ratio.exp()
+    log_ratio = old - rollout
+    weight = _bounded_exp(log_ratio)
     low, high = spec.threshold_low, spec.threshold_high
     if spec.level == "token":
         statistic = weight if spec.gating == "ratio" else _divergence(spec, old, rollout)
@@ -49,7 +49,7 @@ def correction_weights(
     else:
         of_tokens = log_ratio if spec.gating == "ratio" else _divergence(spec, old, rollout)
         statistic = mean_by_sequence(of_tokens, batch)
-        statistic = statistic.exp() if spec.gating == "ratio" else statistic
+        statistic = _bounded_exp(statistic) if spec.gating == "ratio" else statistic
         inside_sequences = (statistic >= low) & (statistic <= high)
         has_tokens = batch.lengths() > 0
         outside_share = (~inside_sequences & has_tokens).sum() / counts.sequences
@@ -57,6 +57,10 @@ def correction_weights(
     if spec.mode == "clip":
         return weight.clamp(low, high), outside_share
     return torch.where(inside, weight, 0.0), outside_share
+
+
+def _bounded_exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _divergence(spec: MismatchCorrection, old: Tensor, rollout: Tensor) -> Tensor:
@@ -69,4 +73,6 @@ def _divergence(spec: MismatchCorrection, old: Tensor, rollout: Tensor) -> Tenso
     q = old.exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
     if spec.gating == "tv":
         return (p - q).abs()
-    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    # Rounding takes it below 0 where p and q are nearly equal, and so below a band from 0.
+    return kl.clamp(min=0.0)

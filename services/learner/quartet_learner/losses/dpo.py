@@ -22,7 +22,8 @@ def dpo_loss(spec: DpoLoss, batch: TokenBatch, logprobs: Tensor, counts: StepCou
 
     With x = (policy - ref) of the chosen answer minus that of the rejected one:
     DPO -log sigmoid(beta x) (arXiv:2305.18290); cDPO mixes in -log sigmoid(-beta x) with weight
-    label_smoothing; IPO (x - 1 / (2 beta))^2 (arXiv:2310.12036). nll_loss_coef adds the chosen
+    label_smoothing; IPO (x - 1 / (2 beta))^2 (arXiv:2310.12036), of means over the tokens unless
+    ipo_sum says otherwise: the target 1 / (2 beta) has no length. nll_loss_coef adds the chosen
     answer's mean negative log-likelihood.
 
     Args:
@@ -32,8 +33,10 @@ def dpo_loss(spec: DpoLoss, batch: TokenBatch, logprobs: Tensor, counts: StepCou
         counts: sizes of the step.
     """
     ref = needed(batch.ref_logprobs, "ref_logprobs")
-    policy_sums, ref_sums = sum_by_sequence(logprobs, batch), sum_by_sequence(ref, batch)
-    x = (policy_sums[0::2] - policy_sums[1::2]) - (ref_sums[0::2] - ref_sums[1::2])
+    # Differences first: a sum over a long answer has few digits left for them.
+    sums = sum_by_sequence(logprobs - ref, batch)
+    gaps = sums / batch.lengths().clamp(min=1) if spec.ipo and not spec.ipo_sum else sums
+    x = gaps[0::2] - gaps[1::2]
     if spec.ipo:
         losses = (x - 1 / (2 * spec.beta)).square()
     else:
@@ -41,7 +44,7 @@ def dpo_loss(spec: DpoLoss, batch: TokenBatch, logprobs: Tensor, counts: StepCou
         losses = -logsigmoid(spec.beta * x) * (1 - smoothing)
         losses = losses - logsigmoid(-spec.beta * x) * smoothing
     preference = losses.sum() / counts.pairs
-    rewards = spec.beta * (policy_sums - ref_sums)
+    rewards = spec.beta * sums
     metrics = pair_metrics(preference, rewards[0::2], rewards[1::2], counts)
     loss = preference
     if spec.nll_loss_coef != 0:

@@ -11,10 +11,12 @@ import torch
 
 from quartet_learner.losses.base import MAX_LOG_RATIO, Tensor
 
+Bounds = Literal["k3", "all", "none"]
+
 MAX_KL = 10.0
-"""In a loss values are kept within +-10, so that one token cannot rule the mean."""
-BORDERS = {"k1": (-10.0, 10.0), "k2": (-(20.0**0.5), 20.0**0.5), "k3": (-2.6108, 11.0)}
-"""The d where each estimator reaches +-MAX_KL."""
+"""Where values are bounded: k3 grows exponentially, so one token could rule the mean."""
+K3_REACHES_MAX = (-2.61086864, 10.99998330)
+"""The d between which k3 is below MAX_KL."""
 MAX_IMPORTANCE_WEIGHT = 10.0
 
 
@@ -23,36 +25,46 @@ def kl_estimate(
     ref_logprobs: Tensor,
     estimator: Literal["k1", "k2", "k3"],
     *,
-    bounded: bool = True,
+    bounds: Bounds = "k3",
 ) -> Tensor:
-    """[M] estimates from d = logprobs - ref_logprobs, kept within +-10 if `bounded`.
+    """[M] estimates from d = logprobs - ref_logprobs.
 
     k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d. As a loss k1 has gradient 1 whatever d is, which
     is 0 in expectation; k2 has the gradient of the KL; k3 is biased.
+
+    Args:
+        logprobs: [M] of the policy, with gradient.
+        ref_logprobs: [M] of the reference.
+        estimator: k1, k2 or k3.
+        bounds: "k3": values of k3 are kept within 10, and beyond the gradient stays what it is
+            there. "all": those of every estimator, with gradient 0 beyond, as in OpenRLHF.
+            "none": as they are, for metrics.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
         kl = d
     elif estimator == "k2":
         kl = d.square() / 2
+    elif bounds == "k3":
+        return _bounded_k3(d)
     else:
-        kept = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        kl = (-kept).exp() - 1 + kept
-    return _bounded(kl, d, estimator) if bounded else kl
+        kl = _k3(d.clamp(min=-MAX_LOG_RATIO))
+    return kl.clamp(-MAX_KL, MAX_KL) if bounds == "all" else kl
 
 
-def _bounded(kl: Tensor, d: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Values kept within +-MAX_KL; beyond, the gradient stays what it is where that is reached.
+def _k3(d: Tensor) -> Tensor:
+    # expm1 keeps the digits of a small d, which exp(-d) - 1 would lose in fp32.
+    return torch.expm1(-d) + d
+
+
+def _bounded_k3(d: Tensor) -> Tensor:
+    """Values up to MAX_KL; beyond, the gradient stays what it is where that is reached.
 
     A plain clamp has gradient 0 there, so a policy that has drifted far would not be pulled back.
     """
-    low, high = BORDERS[estimator]
-    kept = d.detach().clamp(low, high)
-    if estimator == "k1":
-        slope = torch.ones_like(kept)
-    else:
-        slope = kept if estimator == "k2" else -torch.expm1(-kept)
-    return kl.detach().clamp(-MAX_KL, MAX_KL) + slope * (d - d.detach())
+    kept = d.detach().clamp(*K3_REACHES_MAX)
+    slope = -torch.expm1(-kept)
+    return _k3(kept).clamp(max=MAX_KL) + slope * (d - d.detach())
 
 
 def kl_with_unbiased_gradient(

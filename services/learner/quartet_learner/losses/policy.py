@@ -107,7 +107,7 @@ def _kl_as_logged(spec: PolicyLoss, batch: TokenBatch, logprobs: Tensor) -> Tens
     """[M] estimates without the bound: a metric must show a divergence."""
     ref = needed(batch.ref_logprobs, "ref_logprobs")
     estimator = spec.kl_loss.estimator if spec.kl_loss is not None else "k1"
-    return kl_estimate(logprobs.detach(), ref, estimator, bounded=False)
+    return kl_estimate(logprobs.detach(), ref, estimator, bounds="none")
 
 
 def _kl_term(spec: PolicyLoss, batch: TokenBatch, logprobs: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _kl_term(spec: PolicyLoss, batch: TokenBatch, logprobs: Tensor) -> Tensor:
     if term is None:
         raise ValueError("the loss has no KL term")
     ref = needed(batch.ref_logprobs, "ref_logprobs")
-    kl = kl_estimate(logprobs, ref, term.estimator)
+    kl = kl_estimate(logprobs, ref, term.estimator, bounds="all" if term.bound_all else "k3")
     if not term.unbiased_gradient:
         return kl
     old = needed(batch.old_logprobs, "old_logprobs")

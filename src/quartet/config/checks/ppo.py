@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from quartet.config.derive import (
     correction_band,
+    longest_answer,
     needs_critic,
     needs_groups,
     needs_ref,
@@ -98,13 +99,6 @@ def check_correction(config: PpoConfig) -> Iterator[ConfigError]:
 
 def _check_correction_use(config: PpoConfig) -> Iterator[ConfigError]:
     level = config.algo.advantage.is_correction_level
-    if config.actor.policy_loss_type == "gspo":
-        yield wrong(
-            "algo.advantage.is_correction_level",
-            level,
-            "the correction is part of the ppo loss, gspo has none",
-            "take --actor.policy_loss_type ppo, or is_correction_level off",
-        )
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
         yield wrong(
             "algo.advantage.is_correction_level",
@@ -149,7 +143,7 @@ def check_rewards(config: PpoConfig) -> Iterator[ConfigError]:
     )
     if not reward.clip_range[0] < reward.clip_range[1]:
         yield wrong("reward.clip_range", reward.clip_range, "the range is empty", "give LOW < HIGH")
-    limit = config.rollout.max_new_tokens or config.data.max_len
+    limit = longest_answer(config)
     if reward.overlong_buffer_len and reward.overlong_buffer_len > limit:
         yield wrong(
             "reward.overlong_buffer_len",

@@ -24,39 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!quartet/api/learner/v1/loss.proto\x12\x16quartet.api.learner.v1\"\xeb\x01\n\x12MismatchCorrection\x12\x36\n\x05level\x18\x01 \x01(\x0e\x32\'.quartet.api.learner.v1.CorrectionLevel\x12\x34\n\x04mode\x18\x02 \x01(\x0e\x32&.quartet.api.learner.v1.CorrectionMode\x12\x38\n\x06gating\x18\x03 \x01(\x0e\x32(.quartet.api.learner.v1.CorrectionGating\x12\x15\n\rthreshold_low\x18\x04 \x01(\x01\x12\x16\n\x0ethreshold_high\x18\x05 \x01(\x01\"i\n\x06KlLoss\x12\x0c\n\x04\x63oef\x18\x01 \x01(\x01\x12\x36\n\testimator\x18\x02 \x01(\x0e\x32#.quartet.api.learner.v1.KlEstimator\x12\x19\n\x11unbiased_gradient\x18\x03 \x01(\x08\"\xc1\x03\n\nPolicyLoss\x12\x34\n\x04type\x18\x01 \x01(\x0e\x32&.quartet.api.learner.v1.PolicyLossType\x12\x14\n\x0c\x65ps_clip_low\x18\x02 \x01(\x01\x12\x15\n\reps_clip_high\x18\x03 \x01(\x01\x12\x16\n\tdual_clip\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12<\n\x0b\x61ggregation\x18\x05 \x01(\x0e\x32\'.quartet.api.learner.v1.LossAggregation\x12\x1a\n\x12\x61ggregation_length\x18\x06 \x01(\x03\x12\x19\n\x0c\x65ntropy_coef\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12/\n\x07kl_loss\x18\x08 \x01(\x0b\x32\x1e.quartet.api.learner.v1.KlLoss\x12\x15\n\raux_loss_coef\x18\t \x01(\x01\x12G\n\x13mismatch_correction\x18\n \x01(\x0b\x32*.quartet.api.learner.v1.MismatchCorrection\x12\x13\n\x0btemperature\x18\x0b \x01(\x01\x42\x0c\n\n_dual_clipB\x0f\n\r_entropy_coef\"\x88\x01\n\tValueLoss\x12\x17\n\nvalue_clip\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12<\n\x0b\x61ggregation\x18\x02 \x01(\x0e\x32\'.quartet.api.learner.v1.LossAggregation\x12\x15\n\raux_loss_coef\x18\x03 \x01(\x01\x42\r\n\x0b_value_clip\" \n\x07SftLoss\x12\x15\n\raux_loss_coef\x18\x01 \x01(\x01\"v\n\x0cPairwiseLoss\x12\x36\n\x04type\x18\x01 \x01(\x0e\x32(.quartet.api.learner.v1.PairwiseLossType\x12\x17\n\x0f\x63ompute_in_fp32\x18\x02 \x01(\x08\x12\x15\n\raux_loss_coef\x18\x03 \x01(\x01\"k\n\x07\x44poLoss\x12\x0c\n\x04\x62\x65ta\x18\x01 \x01(\x01\x12\x0b\n\x03ipo\x18\x02 \x01(\x08\x12\x17\n\x0flabel_smoothing\x18\x03 \x01(\x01\x12\x15\n\rnll_loss_coef\x18\x04 \x01(\x01\x12\x15\n\raux_loss_coef\x18\x05 \x01(\x01*\xd5\x01\n\x0fLossAggregation\x12 \n\x1cLOSS_AGGREGATION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bLOSS_AGGREGATION_TOKEN_MEAN\x10\x01\x12(\n$LOSS_AGGREGATION_SEQ_MEAN_TOKEN_MEAN\x10\x02\x12\'\n#LOSS_AGGREGATION_SEQ_MEAN_TOKEN_SUM\x10\x03\x12,\n(LOSS_AGGREGATION_SEQ_MEAN_TOKEN_SUM_NORM\x10\x04*\x83\x01\n\x0ePolicyLossType\x12 \n\x1cPOLICY_LOSS_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14POLICY_LOSS_TYPE_PPO\x10\x01\x12\x19\n\x15POLICY_LOSS_TYPE_GSPO\x10\x02\x12\x1a\n\x16POLICY_LOSS_TYPE_CISPO\x10\x03*j\n\x0bKlEstimator\x12\x1c\n\x18KL_ESTIMATOR_UNSPECIFIED\x10\x00\x12\x13\n\x0fKL_ESTIMATOR_K1\x10\x01\x12\x13\n\x0fKL_ESTIMATOR_K2\x10\x02\x12\x13\n\x0fKL_ESTIMATOR_K3\x10\x03*n\n\x0f\x43orrectionLevel\x12 \n\x1c\x43ORRECTION_LEVEL_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43ORRECTION_LEVEL_TOKEN\x10\x01\x12\x1d\n\x19\x43ORRECTION_LEVEL_SEQUENCE\x10\x02*e\n\x0e\x43orrectionMode\x12\x1f\n\x1b\x43ORRECTION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43ORRECTION_MODE_MASK\x10\x01\x12\x18\n\x14\x43ORRECTION_MODE_CLIP\x10\x02*\x8d\x01\n\x10\x43orrectionGating\x12!\n\x1d\x43ORRECTION_GATING_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43ORRECTION_GATING_RATIO\x10\x01\x12\x1f\n\x1b\x43ORRECTION_GATING_BINARY_KL\x10\x02\x12\x18\n\x14\x43ORRECTION_GATING_TV\x10\x03*u\n\x10PairwiseLossType\x12\"\n\x1ePAIRWISE_LOSS_TYPE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPAIRWISE_LOSS_TYPE_SIGMOID\x10\x01\x12\x1d\n\x19PAIRWISE_LOSS_TYPE_LOGEXP\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!quartet/api/learner/v1/loss.proto\x12\x16quartet.api.learner.v1\"\xeb\x01\n\x12MismatchCorrection\x12\x36\n\x05level\x18\x01 \x01(\x0e\x32\'.quartet.api.learner.v1.CorrectionLevel\x12\x34\n\x04mode\x18\x02 \x01(\x0e\x32&.quartet.api.learner.v1.CorrectionMode\x12\x38\n\x06gating\x18\x03 \x01(\x0e\x32(.quartet.api.learner.v1.CorrectionGating\x12\x15\n\rthreshold_low\x18\x04 \x01(\x01\x12\x16\n\x0ethreshold_high\x18\x05 \x01(\x01\"|\n\x06KlLoss\x12\x0c\n\x04\x63oef\x18\x01 \x01(\x01\x12\x36\n\testimator\x18\x02 \x01(\x0e\x32#.quartet.api.learner.v1.KlEstimator\x12\x19\n\x11unbiased_gradient\x18\x03 \x01(\x08\x12\x11\n\tbound_all\x18\x04 \x01(\x08\"\xc1\x03\n\nPolicyLoss\x12\x34\n\x04type\x18\x01 \x01(\x0e\x32&.quartet.api.learner.v1.PolicyLossType\x12\x14\n\x0c\x65ps_clip_low\x18\x02 \x01(\x01\x12\x15\n\reps_clip_high\x18\x03 \x01(\x01\x12\x16\n\tdual_clip\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12<\n\x0b\x61ggregation\x18\x05 \x01(\x0e\x32\'.quartet.api.learner.v1.LossAggregation\x12\x1a\n\x12\x61ggregation_length\x18\x06 \x01(\x03\x12\x19\n\x0c\x65ntropy_coef\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12/\n\x07kl_loss\x18\x08 \x01(\x0b\x32\x1e.quartet.api.learner.v1.KlLoss\x12\x15\n\raux_loss_coef\x18\t \x01(\x01\x12G\n\x13mismatch_correction\x18\n \x01(\x0b\x32*.quartet.api.learner.v1.MismatchCorrection\x12\x13\n\x0btemperature\x18\x0b \x01(\x01\x42\x0c\n\n_dual_clipB\x0f\n\r_entropy_coef\"\x88\x01\n\tValueLoss\x12\x17\n\nvalue_clip\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12<\n\x0b\x61ggregation\x18\x02 \x01(\x0e\x32\'.quartet.api.learner.v1.LossAggregation\x12\x15\n\raux_loss_coef\x18\x03 \x01(\x01\x42\r\n\x0b_value_clip\" \n\x07SftLoss\x12\x15\n\raux_loss_coef\x18\x01 \x01(\x01\"v\n\x0cPairwiseLoss\x12\x36\n\x04type\x18\x01 \x01(\x0e\x32(.quartet.api.learner.v1.PairwiseLossType\x12\x17\n\x0f\x63ompute_in_fp32\x18\x02 \x01(\x08\x12\x15\n\raux_loss_coef\x18\x03 \x01(\x01\"|\n\x07\x44poLoss\x12\x0c\n\x04\x62\x65ta\x18\x01 \x01(\x01\x12\x0b\n\x03ipo\x18\x02 \x01(\x08\x12\x17\n\x0flabel_smoothing\x18\x03 \x01(\x01\x12\x15\n\rnll_loss_coef\x18\x04 \x01(\x01\x12\x15\n\raux_loss_coef\x18\x05 \x01(\x01\x12\x0f\n\x07ipo_sum\x18\x06 \x01(\x08*\xd5\x01\n\x0fLossAggregation\x12 \n\x1cLOSS_AGGREGATION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bLOSS_AGGREGATION_TOKEN_MEAN\x10\x01\x12(\n$LOSS_AGGREGATION_SEQ_MEAN_TOKEN_MEAN\x10\x02\x12\'\n#LOSS_AGGREGATION_SEQ_MEAN_TOKEN_SUM\x10\x03\x12,\n(LOSS_AGGREGATION_SEQ_MEAN_TOKEN_SUM_NORM\x10\x04*\x83\x01\n\x0ePolicyLossType\x12 \n\x1cPOLICY_LOSS_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14POLICY_LOSS_TYPE_PPO\x10\x01\x12\x19\n\x15POLICY_LOSS_TYPE_GSPO\x10\x02\x12\x1a\n\x16POLICY_LOSS_TYPE_CISPO\x10\x03*j\n\x0bKlEstimator\x12\x1c\n\x18KL_ESTIMATOR_UNSPECIFIED\x10\x00\x12\x13\n\x0fKL_ESTIMATOR_K1\x10\x01\x12\x13\n\x0fKL_ESTIMATOR_K2\x10\x02\x12\x13\n\x0fKL_ESTIMATOR_K3\x10\x03*n\n\x0f\x43orrectionLevel\x12 \n\x1c\x43ORRECTION_LEVEL_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43ORRECTION_LEVEL_TOKEN\x10\x01\x12\x1d\n\x19\x43ORRECTION_LEVEL_SEQUENCE\x10\x02*e\n\x0e\x43orrectionMode\x12\x1f\n\x1b\x43ORRECTION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43ORRECTION_MODE_MASK\x10\x01\x12\x18\n\x14\x43ORRECTION_MODE_CLIP\x10\x02*\x8d\x01\n\x10\x43orrectionGating\x12!\n\x1d\x43ORRECTION_GATING_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43ORRECTION_GATING_RATIO\x10\x01\x12\x1f\n\x1b\x43ORRECTION_GATING_BINARY_KL\x10\x02\x12\x18\n\x14\x43ORRECTION_GATING_TV\x10\x03*u\n\x10PairwiseLossType\x12\"\n\x1ePAIRWISE_LOSS_TYPE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPAIRWISE_LOSS_TYPE_SIGMOID\x10\x01\x12\x1d\n\x19PAIRWISE_LOSS_TYPE_LOGEXP\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.api.learner.v1.loss_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOSSAGGREGATION']._serialized_start=1261
-  _globals['_LOSSAGGREGATION']._serialized_end=1474
-  _globals['_POLICYLOSSTYPE']._serialized_start=1477
-  _globals['_POLICYLOSSTYPE']._serialized_end=1608
-  _globals['_KLESTIMATOR']._serialized_start=1610
-  _globals['_KLESTIMATOR']._serialized_end=1716
-  _globals['_CORRECTIONLEVEL']._serialized_start=1718
-  _globals['_CORRECTIONLEVEL']._serialized_end=1828
-  _globals['_CORRECTIONMODE']._serialized_start=1830
-  _globals['_CORRECTIONMODE']._serialized_end=1931
-  _globals['_CORRECTIONGATING']._serialized_start=1934
-  _globals['_CORRECTIONGATING']._serialized_end=2075
-  _globals['_PAIRWISELOSSTYPE']._serialized_start=2077
-  _globals['_PAIRWISELOSSTYPE']._serialized_end=2194
+  _globals['_LOSSAGGREGATION']._serialized_start=1297
+  _globals['_LOSSAGGREGATION']._serialized_end=1510
+  _globals['_POLICYLOSSTYPE']._serialized_start=1513
+  _globals['_POLICYLOSSTYPE']._serialized_end=1644
+  _globals['_KLESTIMATOR']._serialized_start=1646
+  _globals['_KLESTIMATOR']._serialized_end=1752
+  _globals['_CORRECTIONLEVEL']._serialized_start=1754
+  _globals['_CORRECTIONLEVEL']._serialized_end=1864
+  _globals['_CORRECTIONMODE']._serialized_start=1866
+  _globals['_CORRECTIONMODE']._serialized_end=1967
+  _globals['_CORRECTIONGATING']._serialized_start=1970
+  _globals['_CORRECTIONGATING']._serialized_end=2111
+  _globals['_PAIRWISELOSSTYPE']._serialized_start=2113
+  _globals['_PAIRWISELOSSTYPE']._serialized_end=2230
   _globals['_MISMATCHCORRECTION']._serialized_start=62
   _globals['_MISMATCHCORRECTION']._serialized_end=297
   _globals['_KLLOSS']._serialized_start=299
-  _globals['_KLLOSS']._serialized_end=404
-  _globals['_POLICYLOSS']._serialized_start=407
-  _globals['_POLICYLOSS']._serialized_end=856
-  _globals['_VALUELOSS']._serialized_start=859
-  _globals['_VALUELOSS']._serialized_end=995
-  _globals['_SFTLOSS']._serialized_start=997
-  _globals['_SFTLOSS']._serialized_end=1029
-  _globals['_PAIRWISELOSS']._serialized_start=1031
-  _globals['_PAIRWISELOSS']._serialized_end=1149
-  _globals['_DPOLOSS']._serialized_start=1151
-  _globals['_DPOLOSS']._serialized_end=1258
+  _globals['_KLLOSS']._serialized_end=423
+  _globals['_POLICYLOSS']._serialized_start=426
+  _globals['_POLICYLOSS']._serialized_end=875
+  _globals['_VALUELOSS']._serialized_start=878
+  _globals['_VALUELOSS']._serialized_end=1014
+  _globals['_SFTLOSS']._serialized_start=1016
+  _globals['_SFTLOSS']._serialized_end=1048
+  _globals['_PAIRWISELOSS']._serialized_start=1050
+  _globals['_PAIRWISELOSS']._serialized_end=1168
+  _globals['_DPOLOSS']._serialized_start=1170
+  _globals['_DPOLOSS']._serialized_end=1294
 # @@protoc_insertion_point(module_scope)

@@ -247,8 +247,8 @@ Global___MismatchCorrection: _TypeAlias = MismatchCorrection  # noqa: Y015
 
 @_typing.final
 class KlLoss(_message.Message):
-    """KL as a term of the loss.
-    Next ID: 4.
+    """KL as a term of the loss. Values of k3 are kept within 10; beyond, the gradient is that at the bound.
+    Next ID: 5.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -256,22 +256,26 @@ class KlLoss(_message.Message):
     COEF_FIELD_NUMBER: _builtins.int
     ESTIMATOR_FIELD_NUMBER: _builtins.int
     UNBIASED_GRADIENT_FIELD_NUMBER: _builtins.int
+    BOUND_ALL_FIELD_NUMBER: _builtins.int
     coef: _builtins.float
     """Weight of the term."""
     estimator: Global___KlEstimator.ValueType
     """Estimator."""
     unbiased_gradient: _builtins.bool
     """Keep the value, use the importance-weighted gradient of the reverse KL."""
+    bound_all: _builtins.bool
+    """Keep the values of every estimator within 10, with gradient 0 beyond: OpenRLHF's rule."""
     def __init__(
         self,
         *,
         coef: _builtins.float = ...,
         estimator: Global___KlEstimator.ValueType = ...,
         unbiased_gradient: _builtins.bool = ...,
+        bound_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coef", b"coef", "estimator", b"estimator", "unbiased_gradient", b"unbiased_gradient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_all", b"bound_all", "coef", b"coef", "estimator", b"estimator", "unbiased_gradient", b"unbiased_gradient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,7 +449,7 @@ Global___PairwiseLoss: _TypeAlias = PairwiseLoss  # noqa: Y015
 @_typing.final
 class DpoLoss(_message.Message):
     """Direct preference loss. Samples come in pairs: chosen, then rejected. Needs ref_logprobs.
-    Next ID: 6.
+    Next ID: 7.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -455,16 +459,19 @@ class DpoLoss(_message.Message):
     LABEL_SMOOTHING_FIELD_NUMBER: _builtins.int
     NLL_LOSS_COEF_FIELD_NUMBER: _builtins.int
     AUX_LOSS_COEF_FIELD_NUMBER: _builtins.int
+    IPO_SUM_FIELD_NUMBER: _builtins.int
     beta: _builtins.float
     """Inverse temperature."""
     ipo: _builtins.bool
-    """IPO in place of DPO (arXiv:2310.12036)."""
+    """IPO in place of DPO (arXiv:2310.12036), of the mean log-probability of each answer's tokens."""
     label_smoothing: _builtins.float
     """Probability that a label is flipped (cDPO)."""
     nll_loss_coef: _builtins.float
     """Weight of the chosen answer's mean negative log-likelihood."""
     aux_loss_coef: _builtins.float
     """Weight of the router loss of a mixture of experts."""
+    ipo_sum: _builtins.bool
+    """IPO of the sums over each answer's tokens, as in OpenRLHF."""
     def __init__(
         self,
         *,
@@ -473,10 +480,11 @@ class DpoLoss(_message.Message):
         label_smoothing: _builtins.float = ...,
         nll_loss_coef: _builtins.float = ...,
         aux_loss_coef: _builtins.float = ...,
+        ipo_sum: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_loss_coef", b"aux_loss_coef", "beta", b"beta", "ipo", b"ipo", "label_smoothing", b"label_smoothing", "nll_loss_coef", b"nll_loss_coef"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_loss_coef", b"aux_loss_coef", "beta", b"beta", "ipo", b"ipo", "ipo_sum", b"ipo_sum", "label_smoothing", b"label_smoothing", "nll_loss_coef", b"nll_loss_coef"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
