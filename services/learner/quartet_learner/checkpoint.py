@@ -1,21 +1,27 @@
 """Checkpoints: everything that an exact continuation needs, whole or not there.
 
-    <folder>/<tag>/            DeepSpeed's files: weights, optimizer, schedule
+    <folder>/<tag>/state_<r>_<n>.safetensors    weights and optimizer's states, what rank r steps
+    <folder>/<tag>/counters.json          state of the schedule and of the loss scale
     <folder>/<tag>/rng_<r>.safetensors    random state of rank r
     <folder>/<tag>/ema.safetensors        the averaged weights, where the run has them
     <folder>/<tag>/run.binpb              the run's StartRunRequest
     <folder>/<tag>/trainer_state.bin      bytes of the trainer
-    <folder>/<tag>/checkpoint.json        steps, ranks, and size and CRC-32 of every file
+    <folder>/<tag>/checkpoint.json        steps, ranks, the trained parameters' shapes, and size and
+                                          CRC-32 of every file
     <folder>/latest                       the tag written last
 
-A checkpoint is written aside, made durable, renamed, and only then named in `latest`.
+A checkpoint is written aside, made durable, renamed, and only then named in `latest`. Any number
+of ranks and any ZeRO stage may go on from it (see fragments.py); as many ranks as wrote it, at the
+same stage, go on bit for bit.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +35,19 @@ from quartet.api.learner.v1 import learner_service_pb2 as pb
 from quartet.errors import RequestError
 from quartet.types import RunSpec
 from quartet.types.requests import SavedFolder
-from quartet_learner import files
+from quartet_learner import files, fragments, training_state
+from quartet_learner.ema import FILE as EMA
 from quartet_learner.ema import MovingAverage
 from quartet_learner.group import RankGroup
+from quartet_learner.model import TrainedModel
+from quartet_learner.weights import trained_parameters
 
 log = logging.getLogger(__name__)
 
+FORMAT = 2
+"""Of the folder. Format 1 was DeepSpeed's own files, which only the same ranks could read."""
 FACTS = "checkpoint.json"
+COUNTERS = "counters.json"
 RUN = "run.binpb"
 TRAINER_STATE = "trainer_state.bin"
 LATEST = "latest"
@@ -49,18 +61,28 @@ class Stored:
     spec: RunSpec
     optimizer_steps: int
     trainer_state: bytes
+    world_size: int
+    """Ranks that wrote it."""
+    zero_stage: int
+    """The stage that DeepSpeed had been given."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the trained parameters, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What is saved of a run."""
+
+    model: TrainedModel
+    deepspeed: Any
+    """deepspeed.DeepSpeedEngine around the model."""
+    spec: RunSpec
+    optimizer_steps: int
+    average: MovingAverage | None
 
 
 def save(
-    deepspeed: Any,
-    group: RankGroup,
-    spec: RunSpec,
-    optimizer_steps: int,
-    folder: Path,
-    tag: str,
-    trainer_state: bytes,
-    *,
-    average: MovingAverage | None = None,
+    moment: Moment, group: RankGroup, folder: Path, tag: str, trainer_state: bytes
 ) -> SavedFolder:
     """Write `<folder>/<tag>`. Collective; all ranks must see the same disk.
 
@@ -72,7 +94,7 @@ def save(
         InfraError: the disk refused, here or on another rank.
     """
     target, aside = folder / tag, folder / f".{tag}.tmp"
-    if target.exists() and not _same_moment(target, spec, optimizer_steps):
+    if target.exists() and not _same_moment(target, moment):
         raise RequestError(
             f"there is a checkpoint {tag} in {folder}",
             reason="CHECKPOINT_EXISTS",
@@ -88,25 +110,23 @@ def save(
             inside.mkdir(parents=True)
 
     def write() -> None:
-        deepspeed.save_checkpoint(str(aside), tag=tag, save_latest=False)
+        owned = training_state.places(moment.deepspeed, trained_parameters(moment.model.hf))
+        if moment.deepspeed.zero_optimization_stage() == 0:
+            owned = owned[group.rank :: group.world_size]
+        fragments.write_state(moment.deepspeed, owned, inside, group.rank)
         save_file(_random_state(), inside / f"rng_{group.rank}.safetensors")
-        if average is not None:
-            average.save(inside)
+        if moment.average is not None:
+            moment.average.save(inside)
 
     def seal() -> None:
         if group.rank == 0:
-            _seal(inside, group, deepspeed, spec, optimizer_steps, trainer_state)
+            _seal(inside, group, moment, trainer_state)
             files.put_in_place(inside, target)
             files.write_atomically(folder / LATEST, tag)
 
     try:
         for phase in (prepare, write, seal):
-            error: Exception | None = None
-            try:
-                phase()
-            except (OSError, RuntimeError, SafetensorError) as caught:
-                error = caught
-            group.agree(f"writing checkpoint {tag} in {folder}", error)
+            _together(phase, group, f"writing checkpoint {tag} in {folder}")
     finally:
         if group.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -131,21 +151,21 @@ def resolve(folder: Path, tag: str) -> str:
     return tag
 
 
-def describe(folder: Path, tag: str, world_size: int) -> Stored:
-    """What a checkpoint holds, beside DeepSpeed's files.
+def describe(folder: Path, tag: str) -> Stored:
+    """What a checkpoint is of. Reads no weights.
 
     Raises:
-        RequestError: it belongs to another number of ranks.
+        RequestError: another release wrote it.
     """
     path = folder / tag
     facts = files.read_json(path / FACTS)
-    if facts["world_size"] != world_size:
+    if facts.get("format") != FORMAT:
         raise RequestError(
-            f"checkpoint {tag} is of {facts['world_size']} ranks, the learner has {world_size}",
-            reason="CHECKPOINT_OF_OTHER_WORLD_SIZE",
-            field="learner.num_ranks",
-            value=str(world_size),
-            remedy=f"start the learner with --learner.num_ranks {facts['world_size']}",
+            f"checkpoint {tag} has format {facts.get('format', 1)}, this release reads {FORMAT}",
+            reason="CHECKPOINT_OF_OTHER_FORMAT",
+            field="tag",
+            value=tag,
+            remedy="go on with the release that wrote it, or train on from an exported model",
         )
     request = pb.StartRunRequest.FromString((path / RUN).read_bytes())
     return Stored(
@@ -153,53 +173,114 @@ def describe(folder: Path, tag: str, world_size: int) -> Stored:
         spec=codec.decode_run_spec(request),
         optimizer_steps=facts["optimizer_steps"],
         trainer_state=(path / TRAINER_STATE).read_bytes(),
+        world_size=facts["world_size"],
+        zero_stage=facts["zero_stage"],
+        shapes={name: tuple(shape) for name, shape in facts["parameters"].items()},
     )
 
 
-def load(
-    deepspeed: Any, group: RankGroup, stored: Stored, *, average: MovingAverage | None = None
-) -> None:
-    """Bring the engine to where the checkpoint was written. Collective.
+def check_fits(stored: Stored, model: TrainedModel) -> None:
+    """See that a checkpoint is of this model, and that nothing of it is missing.
 
     Raises:
-        RequestError: DeepSpeed cannot read it with the present settings.
+        RequestError: it is not, with the first parameter that says so.
     """
-    path, _ = deepspeed.load_checkpoint(str(stored.path.parent), tag=stored.path.name)
-    if path is None:
-        raise _not_there(f"DeepSpeed cannot load checkpoint {stored.path.name}", stored.path.name)
-    if average is not None:
-        average.load(stored.path)
-    state = load_file(stored.path / f"rng_{group.rank}.safetensors")
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    ours = _shapes(model)
+    for name in (*ours, *stored.shapes):
+        if ours.get(name) != stored.shapes.get(name):
+            raise RequestError(
+                f"checkpoint {stored.path.name} is of another model: {name} has "
+                f"{_said(stored.shapes.get(name))} there and {_said(ours.get(name))} here",
+                reason="CHECKPOINT_OF_OTHER_MODEL",
+                field="tag",
+                value=stored.path.name,
+                remedy="start the learner with the model, head and adapters that were saved",
+            )
+    index = fragments.read_index(stored.path)
+    average_there = stored.spec.ema_beta is None or (stored.path / EMA).is_file()
+    if gap := index.first_gap(ours) or ("" if average_there else EMA):
+        raise _not_there(f"checkpoint {stored.path.name} lacks {gap}", stored.path.name)
 
 
-def _seal(
-    inside: Path,
-    group: RankGroup,
+def load(
+    model: TrainedModel,
     deepspeed: Any,
-    spec: RunSpec,
-    optimizer_steps: int,
-    trainer_state: bytes,
+    group: RankGroup,
+    stored: Stored,
+    *,
+    average: MovingAverage | None = None,
 ) -> None:
+    """Bring an engine that has just begun to where the checkpoint was written. Collective.
+
+    Raises:
+        InfraError: a file cannot be read, here or on another rank. The engine is of no use then.
+    """
+    shape = (group.world_size, deepspeed.zero_optimization_stage())
+    same = shape == (stored.world_size, stored.zero_stage)
+    if not same and group.rank == 0:
+        log.info(
+            "checkpoint %s was written by %d ranks with ZeRO stage %d; going on with %d and %d",
+            *(stored.path.name, stored.world_size, stored.zero_stage, *shape),
+        )
+
+    def read() -> None:
+        wanted = training_state.places(deepspeed, trained_parameters(model.hf))
+        fragments.read_state(deepspeed, wanted, fragments.read_index(stored.path))
+        training_state.set_counters(deepspeed, files.read_json(stored.path / COUNTERS))
+        if average is not None:
+            average.load(stored.path)
+
+    what = f"loading checkpoint {stored.path.name}"
+    _together(read, group, what)
+    training_state.publish(deepspeed)
+    _together(lambda: _set_random_state(stored, group), group, what)
+
+
+def _together(phase: Callable[[], None], group: RankGroup, what: str) -> None:
+    """Run one phase on all ranks; a failure of one is a failure of all."""
+    error: Exception | None = None
+    try:
+        phase()
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as caught:
+        error = caught
+    group.agree(what, error)
+
+
+def _seal(inside: Path, group: RankGroup, moment: Moment, trainer_state: bytes) -> None:
     """Write what belongs to all ranks, the inventory last."""
-    (inside / RUN).write_bytes(codec.encode_run_spec(spec).SerializeToString())
+    (inside / RUN).write_bytes(codec.encode_run_spec(moment.spec).SerializeToString())
     (inside / TRAINER_STATE).write_bytes(trainer_state)
+    counters = training_state.counters(moment.deepspeed)
+    (inside / COUNTERS).write_text(json.dumps(counters, indent=1))
     facts = {
-        "run_id": spec.run_id,
-        "optimizer_steps": optimizer_steps,
+        "format": FORMAT,
+        "run_id": moment.spec.run_id,
+        "optimizer_steps": moment.optimizer_steps,
         "world_size": group.world_size,
-        "zero_stage": deepspeed.zero_optimization_stage(),
+        "zero_stage": moment.deepspeed.zero_optimization_stage(),
+        "parameters": _shapes(moment.model),
         "files": files.inventory(inside),
     }
     (inside / FACTS).write_text(json.dumps(facts, indent=1))
 
 
-def _same_moment(path: Path, spec: RunSpec, optimizer_steps: int) -> bool:
+def _shapes(model: TrainedModel) -> dict[str, tuple[int, ...]]:
+    """Of the trained parameters, by name."""
+    named = trained_parameters(model.hf)
+    return {name: training_state.size_of(parameter) for name, parameter in named.items()}
+
+
+def _said(shape: tuple[int, ...] | None) -> str:
+    return "no place" if shape is None else f"shape {list(shape)}"
+
+
+def _same_moment(path: Path, moment: Moment) -> bool:
     """True for a checkpoint of this run at this step."""
     facts = _facts(path) or {}
-    return (facts.get("run_id"), facts.get("optimizer_steps")) == (spec.run_id, optimizer_steps)
+    return (facts.get("run_id"), facts.get("optimizer_steps")) == (
+        moment.spec.run_id,
+        moment.optimizer_steps,
+    )
 
 
 def _latest_whole(folder: Path) -> str:
@@ -229,6 +310,20 @@ def _random_state() -> dict[str, torch.Tensor]:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _set_random_state(stored: Stored, group: RankGroup) -> None:
+    """Take this rank's random state, or, where none of its number wrote one, a seed of its own."""
+    file = stored.path / f"rng_{group.rank}.safetensors"
+    if not file.is_file():
+        origin = f"{stored.spec.seed}/{stored.optimizer_steps}/{group.rank}"
+        digest = hashlib.sha256(origin.encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return
+    state = load_file(file)
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _not_there(problem: str, tag: str) -> RequestError:

@@ -17,6 +17,7 @@ import numpy as np
 from quartet.errors import DataError, FatalError, QuartetError, StateError
 from quartet.types import (
     ForwardResult,
+    RunSpec,
     SequenceBatch,
     TrainResult,
     TrainSamples,
@@ -54,13 +55,7 @@ class Conductor:
 
     def start_run(self, request: StartRunRequest) -> StartRunResult:
         """Begin a run, or go on with the one of that name."""
-        settings = self.engine.settings
-        checks.check_run(
-            request.spec,
-            self.engine.model.experts_taken,
-            zero_stage=effective_zero_stage(settings),
-            reentrant=settings.gradient_checkpointing and settings.gradient_checkpointing_reentrant,
-        )
+        self._check_run(request.spec)
         return self._on_all_ranks("start_run", request.spec)
 
     def train(self, step: TrainStep, parts: Sequence[TrainSamples]) -> TrainResult:
@@ -120,9 +115,10 @@ class Conductor:
     def load_checkpoint(self, request: LoadCheckpointRequest) -> LoadCheckpointResult:
         """Go on from a checkpoint; verified before any rank touches it."""
         tag = checkpoint.resolve(Path(request.folder), request.tag)
-        found = replace(request, tag=tag)
-        checkpoint.describe(Path(request.folder), tag, self.engine.group.world_size)
-        return self._on_all_ranks("load_checkpoint", found)
+        stored = checkpoint.describe(Path(request.folder), tag)
+        checkpoint.check_fits(stored, self.engine.model)
+        self._check_run(stored.spec)
+        return self._on_all_ranks("load_checkpoint", replace(request, tag=tag))
 
     def export_model(self, request: ExportModelRequest) -> SavedFolder:
         """Write a folder that from_pretrained opens."""
@@ -148,6 +144,15 @@ class Conductor:
     def stop(self) -> None:
         """Let the other ranks end."""
         self._channel.send(STOP)
+
+    def _check_run(self, spec: RunSpec) -> None:
+        settings = self.engine.settings
+        checks.check_run(
+            spec,
+            self.engine.model.experts_taken,
+            zero_stage=effective_zero_stage(settings),
+            reentrant=settings.gradient_checkpointing and settings.gradient_checkpointing_reentrant,
+        )
 
     def _run_of(self, run_id: str) -> Run:
         run = self.engine.started()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quartet.errors import ConfigError, FatalError, StateError
+from quartet.errors import ConfigError, FatalError, QuartetError, StateError
 from quartet.types import (
     ForwardOutput,
     ForwardResult,
@@ -221,26 +221,33 @@ class LearnerEngine:
         return ForwardResult(chunk_id=request.chunk_id, output=values[0], entropy=entropy)
 
     def save_checkpoint(self, request: SaveCheckpointRequest) -> SavedFolder:
-        """Write a checkpoint that `load_checkpoint` goes on from, bit for bit."""
+        """Write a checkpoint that `load_checkpoint` goes on from, here bit for bit."""
         run = self.started()
-        return checkpoint.save(
-            run.deepspeed,
-            self.group,
-            run.spec,
-            run.optimizer_steps,
-            Path(request.folder),
-            request.tag,
-            request.trainer_state,
+        moment = checkpoint.Moment(
+            model=self.model,
+            deepspeed=run.deepspeed,
+            spec=run.spec,
+            optimizer_steps=run.optimizer_steps,
             average=run.average,
         )
+        folder = Path(request.folder)
+        return checkpoint.save(moment, self.group, folder, request.tag, request.trainer_state)
 
     def load_checkpoint(self, request: LoadCheckpointRequest) -> LoadCheckpointResult:
-        """Go on from a checkpoint whose tag `checkpoint.resolve` has found whole."""
-        stored = checkpoint.describe(Path(request.folder), request.tag, self.group.world_size)
+        """Go on from a checkpoint whose tag `checkpoint.resolve` has found whole.
+
+        When a file cannot be read after all, there is no run afterwards, rather than half of one.
+        """
+        stored = checkpoint.describe(Path(request.folder), request.tag)
         self.forget_run()
         self.start_run(stored.spec)
         run = self.started()
-        checkpoint.load(run.deepspeed, self.group, stored, average=run.average)
+        try:
+            checkpoint.load(self.model, run.deepspeed, self.group, stored, average=run.average)
+        except QuartetError:
+            self.forget_run()
+            self._last_begun = f"; checkpoint {request.tag} could not be loaded"
+            raise
         run.optimizer_steps = stored.optimizer_steps
         return LoadCheckpointResult(
             tag=request.tag,
