@@ -69,7 +69,7 @@ class TrainingReport:
     means: WeightedMeans = field(default_factory=WeightedMeans)
     """The learner's own metrics."""
     first: Mapping[str, float] = field(default_factory=dict)
-    """Those of the first optimizer step, before any update on these samples."""
+    """Those of the first optimizer step taken, before any update on these samples."""
     lr: float = 0.0
     """Of the last step."""
     grad_norm: float = 0.0
@@ -82,10 +82,10 @@ class TrainingReport:
     num_micro_batches: int = 0
 
     def add(self, result: TrainResult) -> None:
-        """Take in one step."""
-        if self.num_steps == 0:
-            self.first = dict(result.metrics)
-        self.means.add(result.metrics, result.num_action_tokens or result.num_samples)
+        """Take in one step. What a refused one says of itself is not finite, and in no mean."""
+        if result.applied:
+            self.first = self.first or dict(result.metrics)
+            self.means.add(result.metrics, result.num_action_tokens or result.num_samples)
         self.lr, self.grad_norm = result.lr, result.grad_norm
         self.num_steps += 1
         self.num_skipped += not result.applied

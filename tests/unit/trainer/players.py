@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -192,12 +193,16 @@ class FakeTrainee:
         applied = len([e for e in self.log if e[0] == "train"]) - 1 not in self.not_finite
         self.steps += applied
         mask = np.concatenate([s.action_mask for s in samples])
-        name = "policy_loss" if self.head == "lm" else "critic_loss"
+        metrics = {"policy_loss" if self.head == "lm" else "critic_loss": float(self.steps)}
+        if self.head == "lm":
+            metrics["ppo_ratio"] = 1.0
+            if step.loss.kl_loss is not None:
+                metrics["kl"] = 0.25
         return TrainResult(
             optimizer_steps=self.steps,
             applied=applied,
-            metrics={name: float(self.steps)} | ({"ppo_ratio": 1.0} if self.head == "lm" else {}),
-            grad_norm=0.5,
+            metrics={k: v if applied else math.nan for k, v in metrics.items()},
+            grad_norm=0.5 if applied else math.inf,
             lr=1e-3,
             num_samples=sum(len(s.sequences) for s in samples),
             num_action_tokens=int(mask.sum()),

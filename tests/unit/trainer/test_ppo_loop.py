@@ -357,6 +357,20 @@ async def test_skipped_optimizer_step_is_counted_and_the_next_one_goes_on(tmp_pa
     assert len(set(ids)) == len(ids) == 4
 
 
+async def test_a_refused_step_is_in_no_mean_and_does_not_stop_the_kl_control(tmp_path):
+    """Its numbers are NaN: the KL that steers the weight is that of the steps that were taken."""
+    cast = Cast()
+    cast.policy.not_finite = {0, 3}
+    kl = {"init_coef": 0.1, "target": 0.1, "horizon": 100, "use_loss": True}
+    algo = {"advantage": {"estimator": "group_norm"}, "kl": kl}
+    await play(cast, ppo_config(algo=algo), tmp_path)
+    assert [m["kl"] for m in cast.metrics] == [0.25, 0.25]
+    assert [m["actor_skipped_steps"] for m in cast.metrics] == [1.0, 1.0]
+    assert [m["ppo_ratio_first"] for m in cast.metrics] == [1.0, 1.0]
+    assert cast.metrics[1]["kl_coef"] == pytest.approx(0.1 * (1 + 0.2 * 8 / 100))
+    assert np.isfinite([m["policy_loss"] for m in cast.metrics]).all()
+
+
 async def test_gradients_that_stay_not_finite_end_the_run(tmp_path):
     cast = Cast()
     cast.policy.not_finite = {0, 1, 2}
