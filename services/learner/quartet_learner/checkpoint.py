@@ -38,9 +38,9 @@ from quartet.types.requests import SavedFolder
 from quartet_learner import files, fragments, training_state
 from quartet_learner.ema import FILE as EMA
 from quartet_learner.ema import MovingAverage
+from quartet_learner.gather import trained_parameters
 from quartet_learner.group import RankGroup
 from quartet_learner.model import TrainedModel
-from quartet_learner.weights import trained_parameters
 
 log = logging.getLogger(__name__)
 

@@ -152,6 +152,7 @@ class Conductor:
             self.engine.model.experts_taken,
             zero_stage=effective_zero_stage(settings),
             reentrant=settings.gradient_checkpointing and settings.gradient_checkpointing_reentrant,
+            adapters=settings.lora_rank > 0,
         )
 
     def _run_of(self, run_id: str) -> Run:

@@ -13,8 +13,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from quartet_learner.gather import trained_parameters, visit_whole
 from quartet_learner.group import RankGroup
-from quartet_learner.weights import trained_parameters, visit_whole
 
 FILE = "ema.safetensors"
 

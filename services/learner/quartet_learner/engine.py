@@ -7,6 +7,7 @@ Whatever a caller can get wrong has been checked before (see checks.py).
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import time
@@ -45,12 +46,15 @@ from quartet_learner.checks import comes_in_pairs
 from quartet_learner.ema import MovingAverage
 from quartet_learner.evaluate import evaluate, normalized
 from quartet_learner.group import RankGroup, import_deepspeed
+from quartet_learner.lora import reset_adapters
 from quartet_learner.microbatch import step_counts
 from quartet_learner.model import init_head, load_model
 from quartet_learner.optim import build_optimizer, build_schedule, deepspeed_config
 from quartet_learner.samples import names_of
 from quartet_learner.settings import LearnerSettings
 from quartet_learner.step import take_step
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 8192
 """Tokens of one forward pass on one rank when a Forward does not say."""
@@ -98,6 +102,8 @@ class LearnerEngine:
         set_determinism(settings.seed, settings.full_determinism)
         self.model, self._head_is_new = load_model(settings)
         self.num_parameters = self.model.num_parameters()
+        if group.rank == 0:
+            log.info("%s", self.model.trained_share())
         self._last_begun = ""
         """Half a sentence for whoever misses a run."""
 
@@ -120,6 +126,7 @@ class LearnerEngine:
         set_determinism(spec.seed, spec.full_determinism)
         if self._head_is_new:
             init_head(self.model, spec.seed)
+        reset_adapters(self.model.hf, spec.seed)
         optimizer = build_optimizer(self.model, spec.optimizer, self.settings)
         engine, *_ = import_deepspeed().initialize(
             model=self.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from quartet.nn import ModelInputs, selective_logprobs
 from quartet.nn.loading import attention_kernels, loading_error, pick_device
 from quartet.nn.logprobs import LmHead, lm_head_of
 from quartet.types import Head
+from quartet_learner.lora import add_adapters
 from quartet_learner.losses import balance_by_sequence
+from quartet_learner.quantize import loading_options
+from quartet_learner.served import served_tensors, unique
 from quartet_learner.settings import LearnerSettings
 
 
@@ -50,6 +54,8 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.kind = head
+        self.adapter_config: Any = None
+        """peft's LoraConfig where the model has adapters."""
         self.scorer = ScoringHead(lm_head_of(hf)) if head is Head.LM else None
 
     def forward(
@@ -120,6 +126,17 @@ class TrainedModel(nn.Module):
             int(getattr(p, "ds_numel", p.numel())) for p in self.parameters() if p.requires_grad
         )
 
+    def trained_share(self) -> str:
+        """One line: how many numbers are trained, and how many the model has."""
+        trained = self.num_parameters()
+        whole = sum(math.prod(tensor.spec.shape) for tensor in unique(served_tensors(self.hf)))
+        how = "all weights" if self.adapter_config is None else f"adapters ({self._adapters()})"
+        return f"training {how}: {trained:,} parameters, {trained / whole:.2%} of {whole:,}"
+
+    def _adapters(self) -> str:
+        config = self.adapter_config
+        return f"rank {config.r} on {', '.join(sorted(config.target_modules))}"
+
     def normalization(self) -> tuple[float, float]:
         """Mean and std stored in the model's config.json, or 0 and 1."""
         config = self.hf.config
@@ -145,6 +162,7 @@ def load_model(settings: LearnerSettings) -> tuple[TrainedModel, bool]:
     if not lm:
         hf.config.value_head_prefix = prefix
         new_head = settings.new_head or not _read_head(hf, settings, prefix)
+    adapter_config = add_adapters(hf, settings) if settings.lora_rank > 0 else None
     if settings.gradient_checkpointing:
         hf.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={
@@ -154,7 +172,9 @@ def load_model(settings: LearnerSettings) -> tuple[TrainedModel, bool]:
         if settings.gradient_checkpointing_reentrant:
             hf.enable_input_require_grads()
     hf.config.use_cache = False
-    return TrainedModel(hf, settings.head), new_head
+    model = TrainedModel(hf, settings.head)
+    model.adapter_config = adapter_config
+    return model, new_head
 
 
 def init_head(model: TrainedModel, seed: int) -> None:
@@ -195,6 +215,7 @@ def _model_options(settings: LearnerSettings) -> dict[str, Any]:
     options: dict[str, Any] = {
         "dtype": getattr(torch, settings.param_dtype),
         "attn_implementation": attention_kernels(settings.attn_implementation, pick_device()),
+        **loading_options(settings),
     }
     if settings.experts_implementation is not None:
         options["experts_implementation"] = settings.experts_implementation

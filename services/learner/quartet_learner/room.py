@@ -252,18 +252,17 @@ class LearnerRoom:
         self._conductor = Conductor(engine, CommandChannel(store, group))
 
     def _describe(self, engine: Any, launch: Launch) -> LearnerInfo:
-        from quartet.nn.digest import model_digest
-        from quartet.weights import manifest_of_model
         from quartet_learner.optim import effective_zero_stage
+        from quartet_learner.served import loaded_digest, served_manifest
         from quartet_learner.sleep import can_sleep
 
         stage = effective_zero_stage(self.settings)
-        manifest = manifest_of_model(engine.model.hf)
+        manifest = served_manifest(engine.model.hf)
         server = ServerInfo(
             service="learner",
             server_version=quartet.__version__,
             replica=self.replica,
-            digest=model_digest(engine.model.hf),
+            digest=loaded_digest(engine.model.hf),
             tokenizer_fingerprint=_tokenizer_fingerprint(self.settings.model_name_or_path),
             capabilities=("sleep",) if can_sleep(stage) else (),
             max_sequence_length=engine.max_length,

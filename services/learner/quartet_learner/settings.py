@@ -9,6 +9,8 @@ from quartet.config import LearnerServeConfig
 from quartet.errors import ConfigError
 from quartet.types import Head
 
+ALL_LINEAR = "all-linear"
+"""Target of adapters: every linear layer but the heads."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -43,6 +45,16 @@ class LearnerSettings:
     """Optimizer states and step in main memory."""
     grad_accum_dtype: str | None = None
     overlap_comm: bool = False
+    lora_rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    lora_alpha: int = 16
+    """Adapters are scaled by alpha / rank."""
+    lora_dropout: float = 0.0
+    """Share of the inputs of an adapter that training leaves out."""
+    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Ends of the names of the layers that get an adapter."""
+    load_in_4bit: bool = False
+    """Hold the frozen matrices in 4 bits."""
     num_ranks: int | None = None
     """Processes to start when no launcher has; None is one, or one for each visible GPU."""
     seed: int = 42
@@ -56,7 +68,8 @@ class LearnerSettings:
     def from_json(cls, text: str) -> LearnerSettings:
         """Read what `to_json` wrote."""
         fields = json.loads(text)
-        return cls(**{**fields, "head": Head(fields["head"])})
+        typed = {"head": Head(fields["head"]), "lora_targets": tuple(fields["lora_targets"])}
+        return cls(**{**fields, **typed})
 
 
 def settings_from_config(config: LearnerServeConfig) -> LearnerSettings:
@@ -92,6 +105,11 @@ def settings_from_config(config: LearnerServeConfig) -> LearnerSettings:
         adam_offload=ds.adam_offload,
         grad_accum_dtype=ds.grad_accum_dtype,
         overlap_comm=ds.overlap_comm,
+        lora_rank=ds.lora.rank,
+        lora_alpha=ds.lora.alpha,
+        lora_dropout=ds.lora.dropout,
+        lora_targets=ds.lora.target_modules,
+        load_in_4bit=ds.load_in_4bit,
         num_ranks=learner.num_ranks,
         seed=config.train.seed,
         full_determinism=config.train.full_determinism_enable,
@@ -109,13 +127,6 @@ def _refuse_what_is_not_there(config: LearnerServeConfig) -> None:
             learner.num_ranks is not None and learner.num_ranks < 1,
             "use 1 or more",
         ),
-        (
-            "ds.load_in_4bit",
-            ds.load_in_4bit,
-            ds.load_in_4bit,
-            "train in bf16 with --ds.zero_stage 3",
-        ),
-        ("ds.lora.rank", ds.lora.rank, ds.lora.rank != 0, "leave it at 0: all weights are trained"),
         (
             "ds.tensor_parallel_size",
             ds.tensor_parallel_size,

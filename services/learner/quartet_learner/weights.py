@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from quartet.errors import FatalError
 from quartet.types import WeightManifest
 from quartet.types.requests import SavedFolder
 from quartet.weights import pack_bucket, plan_buckets
 from quartet_learner import files
-from quartet_learner.group import RankGroup, import_deepspeed
+from quartet_learner.adapter import ADAPTER_FOLDER, adapter_state, write_adapter
+from quartet_learner.gather import visit_items, whole
+from quartet_learner.group import RankGroup
 from quartet_learner.model import TrainedModel
+from quartet_learner.quantize import written_unquantised
+from quartet_learner.served import ServedTensor, plain_name, served_tensors, unique
 
-EXPORT_BUCKET_BYTES = 256 << 20
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,22 +41,24 @@ TOKENIZER_FILES = (
 def buckets(model: TrainedModel, manifest: WeightManifest) -> Iterator[tuple[int, Tensor]]:
     """Yield (bucket index, flat buffer) for every bucket of `manifest`, in order. Collective.
 
+    The tensors are those of the model without adapters, merged where it has some (see served.py).
     Under ZeRO-3 each bucket's parameters are gathered by all ranks first, so all ranks iterate to
     the end. A buffer is good until the next one is asked for.
 
     Raises:
         FatalError: after the last bucket, when a weight is not finite: nobody may serve them.
     """
-    parameters = dict(model.hf.named_parameters())
+    served = {tensor.name: tensor for tensor in served_tensors(model.hf)}
     buffers: dict[torch.dtype, Tensor] = {}
     damaged = ""
     for bucket in plan_buckets(manifest):
-        wanted = {slot.name: parameters[slot.name] for slot in bucket.tensors}
-        dtype = next(iter(wanted.values())).dtype
-        with whole(wanted.values()), torch.no_grad():
+        wanted = [served[slot.name] for slot in bucket.tensors]
+        with whole(p for tensor in wanted for p in tensor.parameters), torch.no_grad():
+            values = {tensor.name: tensor.value() for tensor in wanted}
+            dtype = values[wanted[0].name].dtype
             buffer = buffers.get(dtype)
             fits = buffer is not None and len(buffer) >= bucket.numel
-            flat = pack_bucket(bucket, wanted, out=buffer if fits else None)
+            flat = pack_bucket(bucket, values, out=buffer if fits else None)
         if not fits:
             buffers[dtype] = flat
         if not damaged and not torch.isfinite(flat).all():
@@ -63,14 +66,6 @@ def buckets(model: TrainedModel, manifest: WeightManifest) -> Iterator[tuple[int
         yield bucket.index, flat
     if damaged:
         raise _not_finite(f"in the bucket that begins with {damaged}")
-
-
-def whole(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
-    """Inside, these parameters have their full values on every rank. Collective under ZeRO-3."""
-    partitioned = [p for p in parameters if hasattr(p, "ds_id")]
-    if not partitioned:
-        return nullcontext()
-    return import_deepspeed().zero.GatheredParameters(partitioned, modifier_rank=None)
 
 
 def export(
@@ -91,11 +86,15 @@ def export(
         config_values: numbers stored in config.json beside the model's own.
         averaged: whole tensors by name that take the place of the trained ones (see ema.py).
 
+    With adapters the folder holds the merged model, and `adapter/` inside it the adapter alone in
+    peft's own format.
+
     Raises:
         InfraError: the disk refused.
         FatalError: a weight is not finite.
     """
     state = _state_on_rank_0(model, group, averaged or {})
+    adapter = adapter_state(model, group, averaged or {}) if model.adapter_config else None
     error: Exception | None = None
     if group.rank == 0:
         try:
@@ -104,6 +103,8 @@ def export(
             try:
                 _write_model(model, state, aside, config_values)
                 copy_tokenizer(source, aside)
+                if adapter is not None:
+                    write_adapter(model, adapter, aside / ADAPTER_FOLDER, config_values)
                 files.put_in_place(aside, folder)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -126,61 +127,24 @@ def copy_tokenizer(source: str, target: Path) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 
 
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that an optimizer changes, by name; one name for those that are tied."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def visit_whole(
-    parameters: Iterable[nn.Parameter],
-    group: RankGroup,
-    visit: Callable[[nn.Parameter, Tensor], None],
-) -> None:
-    """Call `visit` on rank 0 with each parameter and its whole value. Collective.
-
-    The value is the parameter's own memory, good during the call only. Under ZeRO-3 parameters are
-    gathered EXPORT_BUCKET_BYTES at a time.
-    """
-    pending: list[nn.Parameter] = []
-
-    def fetch() -> None:
-        with whole(pending):
-            if group.rank == 0:
-                for parameter in pending:
-                    visit(parameter, parameter.detach())
-        pending.clear()
-
-    size = 0
-    for parameter in parameters:
-        pending.append(parameter)
-        size += int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
-        if size >= EXPORT_BUCKET_BYTES:
-            fetch()
-            size = 0
-    fetch()
-
-
 def _state_on_rank_0(
     model: TrainedModel, group: RankGroup, averaged: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """All tensors by name, on the CPU of rank 0; empty elsewhere. Tied names share a tensor."""
-    named = list(model.hf.named_parameters(remove_duplicate=False))
+    """Served tensors by name, on the CPU of rank 0; empty elsewhere. Tied names share a tensor."""
+    served = served_tensors(model.hf)
     copies: dict[int, Tensor] = {}
 
-    def copy(parameter: nn.Parameter, value: Tensor) -> None:
-        copies[id(parameter)] = value.to("cpu", copy=True).contiguous()
+    def copy(tensor: ServedTensor) -> None:
+        copies[id(tensor.parameter)] = tensor.value(averaged).to("cpu", copy=True).contiguous()
 
-    visit_whole(model.hf.parameters(), group, copy)
+    visit_items(unique(served), lambda tensor: tensor.parameters, group, copy)
     if group.rank != 0:
         return {}
-    for name, parameter in named:
-        if name in averaged:
-            copies[id(parameter)] = averaged[name].to(parameter.dtype)
-    state = {name: copies[id(parameter)] for name, parameter in named}
+    state = {tensor.name: copies[id(tensor.parameter)] for tensor in served}
     persistent = set(model.hf.state_dict())
     for name, buffer in model.hf.named_buffers():
         if name in persistent:
-            state[name] = buffer.detach().cpu()
+            state[plain_name(name)] = buffer.detach().cpu()
     return state
 
 
@@ -198,7 +162,8 @@ def _write_model(
         setattr(config, name, value)
     config.use_cache = True
     try:
-        model.hf.save_pretrained(folder, state_dict=state, safe_serialization=True)
+        with written_unquantised(model.hf):
+            model.hf.save_pretrained(folder, state_dict=state, safe_serialization=True)
     finally:
         config.use_cache = use_cache
         for name, value in before.items():
