@@ -13,11 +13,11 @@ class LoraConfig:
     rank: int = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = 16
-    """Scale of the adapters."""
+    """Scale of the adapters: alpha / rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Modules that get one: names, or all-linear."""
+    """Linear layers that get one: ends of their names, or all-linear for all but heads."""
     dropout: float = 0.0
-    """Dropout in front of the adapters."""
+    """Dropout in front of the adapters, while training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class LoadConfig:
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = None
     """Kernels of a mixture of experts. None: transformers decides."""
     load_in_4bit: bool = False
-    """Load quantised weights (NF4) to train adapters on."""
+    """Load quantised weights (NF4) to train adapters on. Needs a GPU and bitsandbytes."""
     packing_samples: bool = False
     """Lay samples end to end instead of padding them. Memory depends on it, the result does
     not."""

@@ -19,6 +19,8 @@ class Machine:
     """True when the package vllm is installed."""
     has_flash_attention: bool = False
     """True when the package flash_attn is installed."""
+    has_bitsandbytes: bool = False
+    """True when the package bitsandbytes is installed."""
 
 
 def this_machine(environ: Mapping[str, str] | None = None) -> Machine:
@@ -27,6 +29,7 @@ def this_machine(environ: Mapping[str, str] | None = None) -> Machine:
         num_gpus=_visible_gpus(os.environ if environ is None else environ),
         has_vllm=find_spec("vllm") is not None,
         has_flash_attention=find_spec("flash_attn") is not None,
+        has_bitsandbytes=find_spec("bitsandbytes") is not None,
     )
 
 

@@ -46,6 +46,7 @@ def notes(
         yield from _ppo_algorithm(config, given)
         yield from _ppo_engine(config, machine, given)
     yield from _data_notes(config, given)
+    yield from _adapter_notes(config, given)
     yield from _ignored(config, given)
 
 
@@ -176,6 +177,24 @@ def _data_notes(config: TrainerConfig, given: set[str]) -> Iterator[str]:
             yield f"{', '.join(sorted(unused))}: raw text has none of it in pre-training mode."
     if isinstance(config, DpoConfig) and not (config.ref.address or config.ref.model_name_or_path):
         yield "ref.model_name_or_path: the reference model is the model as it is at the start."
+
+
+def _adapter_notes(config: TrainerConfig, given: set[str]) -> Iterator[str]:
+    lora = config.ds.lora
+    idle = {"ds.lora.alpha", "ds.lora.dropout", "ds.lora.target_modules"} & given
+    if lora.rank == 0 and idle:
+        yield f"{', '.join(sorted(idle))}: no effect without --ds.lora.rank."
+    if isinstance(config, PpoConfig):
+        if lora.rank > 0 and lora.dropout > 0:
+            yield (
+                "ds.lora.dropout: training passes drop inputs and old log-probabilities are "
+                "computed without, so ratios scatter around 1."
+            )
+        if config.ds.load_in_4bit and needs_ref(config):
+            yield (
+                "ds.load_in_4bit: the reference is not quantised, so the KL begins at what "
+                "rounding the policy costs."
+            )
 
 
 def _ignored(config: TrainerConfig, given: set[str]) -> Iterator[str]:

@@ -42,6 +42,7 @@ def obstacles(config: Any, machine: Machine) -> Iterator[ConfigError]:
         yield wrong(
             "ds.param_dtype", "fp16", "does not train on a CPU", "set --ds.param_dtype fp32"
         )
+    yield from _quantised(config, machine)
     if isinstance(config, ServeConfig):
         yield from _service(config, machine)
         return
@@ -75,6 +76,34 @@ def _too_many_gpus(config: TrainerConfig, needed: int, machine: Machine) -> Conf
         if isinstance(config, PpoConfig)
         else f"give at most {machine.num_gpus}",
     )
+
+
+def _quantised(config: Any, machine: Machine) -> Iterator[ConfigError]:
+    """Weights in 4 bits, where the learner is started on this machine."""
+    if not config.ds.load_in_4bit:
+        return
+    if isinstance(config, RolloutServeConfig | RefServeConfig | RewardServeConfig):
+        yield wrong(
+            "ds.load_in_4bit",
+            None,
+            "quantised weights are for training adapters, and this service trains nothing",
+            "leave the flag away",
+        )
+    elif isinstance(config, LearnerServeConfig) or not config.learner.address:
+        if machine.num_gpus == 0:
+            yield wrong(
+                "ds.load_in_4bit",
+                None,
+                "weights in 4 bits need a GPU, and there is none here",
+                "leave the flag away; --ds.lora.rank works without it",
+            )
+        elif not machine.has_bitsandbytes:
+            yield wrong(
+                "ds.load_in_4bit",
+                None,
+                "the package bitsandbytes is not installed",
+                "pip install bitsandbytes, or leave the flag away",
+            )
 
 
 def _ppo(config: PpoConfig, machine: Machine) -> Iterator[ConfigError]:

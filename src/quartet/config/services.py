@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from quartet.config.data import TokenizerFields
 from quartet.config.derive import critic_model, trained_model
-from quartet.config.ds import HeadLoadConfig, LoadConfig, PpoDsConfig
+from quartet.config.ds import HeadLoadConfig, LoadConfig, PpoDsConfig, TrainingFields
 from quartet.config.launch import HeadName, LearnerModelConfig, RefModelConfig
 from quartet.config.methods import DpoConfig, PpoConfig, RmConfig, TrainerConfig
 from quartet.config.models import RewardSourceFields
@@ -24,6 +24,7 @@ from quartet.config.train import DeterminismFields
 Role = Literal["learner", "critic", "ref", "reward", "rollout"]
 
 S = TypeVar("S")
+L = TypeVar("L", bound=LoadConfig)
 
 
 def serve_config_for(role: Role, config: TrainerConfig) -> ServeConfig:
@@ -71,6 +72,11 @@ def narrowed(cls: type[S], section: Any) -> S:
     return cls(**{name: getattr(section, name) for name in names})
 
 
+def _unquantised(cls: type[L], section: TrainingFields) -> L:
+    """How services that train nothing load: a push brings them whole weights."""
+    return dataclasses.replace(narrowed(cls, section), load_in_4bit=False)
+
+
 def _learner(config: TrainerConfig, common: dict[str, Any]) -> LearnerServeConfig:
     section = config.actor if isinstance(config, PpoConfig) else config.model
     head: HeadName = "reward" if isinstance(config, RmConfig) else "lm"
@@ -114,7 +120,7 @@ def _ref(
 ) -> RefServeConfig:
     return RefServeConfig(
         ref=RefModelConfig(model_name_or_path=model, offload=offload),
-        ds=narrowed(LoadConfig, config.ds),
+        ds=_unquantised(LoadConfig, config.ds),
         train=narrowed(DeterminismFields, config.train),
         **common,
     )
@@ -123,7 +129,7 @@ def _ref(
 def _reward(config: PpoConfig, common: dict[str, Any]) -> RewardServeConfig:
     return RewardServeConfig(
         reward=narrowed(RewardSourceFields, config.reward),
-        ds=narrowed(HeadLoadConfig, config.ds),
+        ds=_unquantised(HeadLoadConfig, config.ds),
         batch_size=config.rollout.micro_batch_size,
         **common,
     )
@@ -137,7 +143,7 @@ def _rollout(config: PpoConfig, common: dict[str, Any]) -> RolloutServeConfig:
             max_num_sequences=config.rollout.max_num_sequences,
         ),
         vllm=narrowed(VllmEngineFields, config.vllm),
-        ds=narrowed(LoadConfig, config.ds),
+        ds=_unquantised(LoadConfig, config.ds),
         train=narrowed(DeterminismFields, config.train),
         **common,
     )

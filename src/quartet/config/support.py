@@ -35,9 +35,6 @@ _NO_ASYNC = Refusal(
     why="generation does not run ahead of training in this release",
     instead="leave the flag away; groups are scored while others are still generated",
 )
-_NO_LORA = Refusal(
-    why="adapters are not in this release", instead="all weights are trained; leave the flag away"
-)
 _NO_RING = Refusal(
     why="a sequence is not spread over GPUs in this release",
     instead="leave it at 1; lower --data.max_len, or add --actor.gradient_checkpointing_enable",
@@ -69,14 +66,6 @@ REFUSED: Mapping[str, Refusal] = {
         why="the learner does not spread single layers over GPUs in this release",
         instead="leave it at 1 and spread the weights with --ds.zero_stage 3",
     ),
-    "ds.load_in_4bit": Refusal(
-        why="quantised weights are not in this release",
-        instead="use bf16, with --ds.zero_stage 3 for memory",
-    ),
-    "ds.lora.rank": _NO_LORA,
-    "ds.lora.alpha": _NO_LORA,
-    "ds.lora.dropout": _NO_LORA,
-    "ds.lora.target_modules": _NO_LORA,
     "ds.use_liger_kernel": Refusal(
         why="liger kernels are not in this release",
         instead="leave the flag away; log-probabilities are computed in chunks as it is",
@@ -141,6 +130,11 @@ EXPLAINED: Mapping[str, str] = {
     "OpenRLHF's rule.",
     "ds.attn_implementation": "Where there is no GPU, sdpa takes the place of flash "
     "attention, and the service says so.",
+    "ds.lora.rank": "A scalar head is trained whole and saved; pushes and exports carry the merged "
+    "model, and an export has the adapter in adapter/.",
+    "ds.lora.dropout": "In training passes alone; log-probabilities and values of samples are "
+    "computed without.",
+    "ds.load_in_4bit": "Of learners; ref, reward and rollout load the weights as they are.",
     "model.loss_type": "sigmoid or logexp; OpenRLHF takes any other word for logexp.",
     "critic.model_name_or_path": "Only gae has a critic.",
     **{

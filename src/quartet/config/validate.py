@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from quartet.config.checks.adapters import check_adapters
 from quartet.config.checks.data import (
     check_datasets,
     check_dpo,
@@ -56,6 +57,7 @@ def problems(config: Any) -> Iterator[ConfigError]:
     yield from check_model(config)
     yield from check_datasets(config)
     yield from check_optimizers(config)
+    yield from check_adapters(config)
     match config:
         case PpoConfig():
             for check in _PPO_CHECKS:

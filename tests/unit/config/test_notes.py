@@ -33,6 +33,13 @@ CASES = [
         "rloo does not whiten",
     ),
     (PpoConfig, {"algo.kl.init_coef": 0}, "there is no reference model"),
+    (SftConfig, {"ds.lora.alpha": 32}, "ds.lora.alpha: no effect without --ds.lora.rank"),
+    (
+        PpoConfig,
+        {"ds.lora.rank": 8, "ds.lora.dropout": 0.1},
+        "ratios scatter around 1",
+    ),
+    (PpoConfig, {"ds.lora.rank": 8, "ds.load_in_4bit": True}, "the reference is not quantised"),
     (PpoConfig, {"algo.kl.use_loss": True}, "k1 has a gradient of mean 0"),
     (PpoConfig, {"algo.kl.estimator": "k3"}, "in the reward k1 is unbiased, k3 is not"),
     (PpoConfig, {"actor.policy_loss_type": "gspo"}, "gspo takes the mean over sequences"),

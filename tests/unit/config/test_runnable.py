@@ -195,6 +195,25 @@ def test_half_precision_on_a_cpu():
     assert found(config.SftConfig, {"ds.param_dtype": "fp16"}, EIGHT) == []
 
 
+def test_weights_in_4_bits_need_a_gpu_and_bitsandbytes():
+    wanted = {"ds.load_in_4bit": True, "ds.lora.rank": 8}
+    ready = Machine(num_gpus=1, has_bitsandbytes=True)
+    for machine in (CPU, EIGHT):
+        assert found(config.SftConfig, wanted, machine) == ["ds.load_in_4bit"]
+        assert found(config.LearnerServeConfig, wanted, machine) == ["ds.load_in_4bit"]
+    assert found(config.SftConfig, wanted, ready) == []
+    assert found(config.LearnerServeConfig, wanted, ready) == []
+    assert found(config.SftConfig, wanted | {"learner.address": "localhost:1"}) == []
+
+
+@pytest.mark.parametrize(
+    "cls", [config.RefServeConfig, config.RewardServeConfig, config.RolloutServeConfig]
+)
+def test_services_that_train_nothing_refuse_4_bits(cls: type):
+    ready = Machine(num_gpus=1, has_bitsandbytes=True)
+    assert found(cls, {"ds.load_in_4bit": True}, ready) == ["ds.load_in_4bit"]
+
+
 def test_require():
     with pytest.raises(ConfigError, match="use_ms"):
         require_runnable(build(config.SftConfig, {"use_ms": True}, {}), CPU)

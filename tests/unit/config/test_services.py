@@ -12,6 +12,7 @@ from quartet.config import (
     RolloutServeConfig,
     SftConfig,
 )
+from quartet.config.ds import PpoDsConfig
 from quartet.config.files import to_yaml
 from quartet.config.load import build, from_yaml
 from quartet.config.services import Role, serve_config_for
@@ -39,6 +40,18 @@ PPO = build(
     },
     {},
 )
+
+
+def test_learners_alone_have_quantised_weights_and_adapters():
+    config = build(PpoConfig, {"ds.load_in_4bit": True, "ds.lora.rank": 8}, {})
+    for role in ("learner", "critic"):
+        ds = serve_config_for(role, config).ds
+        assert isinstance(ds, PpoDsConfig)
+        assert ds.load_in_4bit
+        assert ds.lora.rank == 8
+    assert not any(serve_config_for(r, config).ds.load_in_4bit for r in ("ref", "rollout"))
+    judged = build(PpoConfig, {"ds.load_in_4bit": True, "reward.model_name_or_path": "j"}, {})
+    assert not serve_config_for("reward", judged).ds.load_in_4bit
 
 
 def test_learner():

@@ -26,6 +26,15 @@ def test_settings_travel_to_other_ranks_unchanged():
     assert LearnerSettings.from_json(settings.to_json()) == settings
 
 
+def test_adapters_travel_too():
+    lora = LoraConfig(rank=8, alpha=32, dropout=0.1, target_modules=("q_proj", "v_proj"))
+    settings = settings_from_config(config_with("ds", lora=lora, load_in_4bit=True))
+    assert (settings.lora_rank, settings.lora_alpha, settings.lora_dropout) == (8, 32, 0.1)
+    assert settings.lora_targets == ("q_proj", "v_proj")
+    assert settings.load_in_4bit
+    assert LearnerSettings.from_json(settings.to_json()) == settings
+
+
 @pytest.mark.parametrize(
     ("section", "changes", "field"),
     [
@@ -33,8 +42,6 @@ def test_settings_travel_to_other_ranks_unchanged():
         ("learner", {"num_ranks": 0}, "learner.num_ranks"),
         ("learner", {"freeze_visual_encoder": True}, "learner.freeze_visual_encoder"),
         ("ds", {"zero_stage": 4}, "ds.zero_stage"),
-        ("ds", {"load_in_4bit": True}, "ds.load_in_4bit"),
-        ("ds", {"lora": LoraConfig(rank=8)}, "ds.lora.rank"),
         ("ds", {"tensor_parallel_size": 2}, "ds.tensor_parallel_size"),
         ("ds", {"ring_attn_size": 2}, "ds.ring_attn_size"),
         ("ds", {"deepcompile": True}, "ds.deepcompile"),

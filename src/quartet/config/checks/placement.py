@@ -110,13 +110,6 @@ def check_parallelism(config: TrainerConfig) -> Iterator[ConfigError]:
             "none",
             "add --ds.zero_stage 3",
         )
-    if ds.load_in_4bit and ds.param_dtype != "bf16":
-        yield wrong(
-            "ds.load_in_4bit",
-            None,
-            f"quantised weights need bf16 beside them, not {ds.param_dtype}",
-            "set --ds.param_dtype bf16",
-        )
     if ds.grad_accum_dtype not in (None, "fp32", "bf16", "fp16"):
         yield wrong(
             "ds.grad_accum_dtype",

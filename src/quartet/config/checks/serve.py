@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quartet.config.checks.adapters import check_adapter_settings
 from quartet.config.checks.ppo import check_reward_source
 from quartet.config.serve import (
     LearnerServeConfig,
@@ -26,6 +27,7 @@ def check_service(config: ServeConfig) -> Iterator[ConfigError]:
         case LearnerServeConfig():
             yield from _check_model("learner", config.learner.model_name_or_path)
             yield from _check_head(config)
+            yield from check_adapter_settings(config.ds)
         case RewardServeConfig():
             source = config.reward
             yield from check_reward_source(
