@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quartet.errors import ConfigError
 from quartet.nn import ModelInputs, selective_logprobs
+from quartet.nn.attention import attention_arguments, use_causal_attention
 from quartet.nn.loading import attention_kernels, loading_error, pick_device
 from quartet.nn.logprobs import LmHead, lm_head_of
 from quartet.types import Head
@@ -81,7 +82,9 @@ class TrainedModel(nn.Module):
             [M] fp32 log-probabilities, or [M] outputs of the scalar head; [M] entropies or None;
             [B] fp32 balance loss of each sequence, or None.
         """
-        options = {} if owners is None else {"output_router_logits": True}
+        options = attention_arguments(self.hf, inputs)
+        if owners is not None:
+            options["output_router_logits"] = True
         out = self.hf.base_model(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
@@ -158,6 +161,7 @@ def load_model(settings: LearnerSettings) -> tuple[TrainedModel, bool]:
     lm = settings.head is Head.LM
     prefix = _head_prefix(config, settings)
     hf = _load_lm(settings) if lm else _load_scalar(settings, config, prefix)
+    use_causal_attention(hf)
     new_head = False
     if not lm:
         hf.config.value_head_prefix = prefix

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quartet.nn.attention import attention_arguments
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,6 +32,8 @@ class ModelInputs:
     """[rows, width] int64."""
     places: torch.Tensor
     """[N] int64: where each token of the flat arrays sits in the flattened [rows * width]."""
+    packed_lengths: tuple[int, ...] = ()
+    """Lengths of the sequences in the one row when packed, else empty."""
 
 
 def model_inputs(
@@ -66,6 +70,7 @@ def model_inputs(
         attention_mask=None if mask is None else torch.from_numpy(mask).to(device),
         position_ids=torch.from_numpy(positions).to(device),
         places=torch.from_numpy(places).to(device),
+        packed_lengths=tuple(lengths.tolist()) if packed else (),
     )
 
 
@@ -81,5 +86,6 @@ def hidden_states(model: Any, inputs: ModelInputs) -> torch.Tensor:
         attention_mask=inputs.attention_mask,
         position_ids=inputs.position_ids,
         use_cache=False,
+        **attention_arguments(model, inputs),
     )
     return out.last_hidden_state.flatten(0, 1).index_select(0, inputs.places)
