@@ -27,7 +27,6 @@ USAGE = f"""\
 quartet {__version__}: RLHF training as four gRPC services
 
   quartet train ppo|sft|rm|dpo [flags]               train; starts the services that have no address
-                                                     (dpo: plan only, by --dry-run)
   quartet serve rollout|reward|ref|learner [flags]   serve one of them
   quartet probe ADDRESS [SERVICE]                    ask a service whether it serves
   quartet conformance ROOM ADDRESS                   grade a server, whoever wrote it

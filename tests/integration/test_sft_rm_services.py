@@ -1,6 +1,7 @@
-"""SFT, then a reward model on top of it, each with a learner of its own that the trainer starts."""
+"""SFT, then a reward model and DPO on top of it, each with services that the trainer starts."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def metrics(folder, kind):
     return [row for row in rows if row["kind"] == kind]
 
 
-def test_sft_learns_and_a_reward_model_learns_from_it(tmp_path, tiny_model_dir):
+def test_sft_learns_and_a_reward_model_and_dpo_learn_from_it(tmp_path, tiny_model_dir):
     answers = write(
         tmp_path / "sft.jsonl",
         [{"input": f"What is {i} + 1?", "output": f" It is {i + 1}."} for i in range(10)],
@@ -72,3 +73,19 @@ def test_sft_learns_and_a_reward_model_learns_from_it(tmp_path, tiny_model_dir):
     config = json.loads((tmp_path / "rm-model" / "config.json").read_text())
     assert config["mean"] == pytest.approx(last["reward_mean"])
     assert config["std"] == pytest.approx(last["reward_std"])
+
+    train(
+        "dpo",
+        *("--model.model_name_or_path", str(tmp_path / "lm"), "--data.dataset", pairs),
+        *("--data.prompt_key", "prompt", "--eval.dataset", pairs, "--train.max_epochs", "3"),
+        *("--adam.lr", "2e-3", "--run.name", "dpo", "--ckpt.output_dir", str(tmp_path / "dpo-lm")),
+        *common,
+    )
+    first, *_ = metrics(tmp_path / "dpo", "train")
+    # Before any update policy and reference are one model.
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["chosen_reward"] == pytest.approx(0, abs=1e-6)
+    last = metrics(tmp_path / "dpo", "eval")[-1]
+    assert last["acc_mean"] == 1.0
+    assert last["eval_loss"] < math.log(2)
+    assert last["chosen_reward"] > last["reject_reward"]

@@ -319,8 +319,6 @@ def _files(config: TrainerConfig) -> list[str]:
 def _obstacles(config: TrainerConfig, machine: Machine, target: Machine) -> list[str]:
     """What keeps this build, on this machine, from running the plan."""
     found = [str(obstacle) for obstacle in (*obstacles(config, target), *in_the_way(config))]
-    if isinstance(config, DpoConfig):
-        found.insert(0, "train dpo is a plan only: its training is not in this release")
     if target != machine:
         found.insert(0, f"this machine has no GPU, the plan is for {target.num_gpus}")
     return found or ["nothing that is known without loading models or data keeps it from running"]

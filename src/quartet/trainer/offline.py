@@ -1,18 +1,20 @@
-"""The loop of the methods that learn from a data set alone: SFT and reward modelling.
+"""The loop of the methods that learn from a data set alone: SFT, reward modelling and DPO.
 
-They need one learner and nothing else. Rows are gone over in a seeded order, the last batch of a
-pass is trained although it may be smaller, and every optimizer step is in the ledger.
+They need one learner, and DPO a reference model. Rows are gone over in a seeded order, the last
+batch of a pass is trained although it may be smaller, and every optimizer step is in the ledger.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
-from quartet.config import RmConfig, SftConfig
+from quartet.config import DpoConfig, RmConfig, SftConfig
+from quartet.obs.progress import Phase
 from quartet.trainer.checkpoints import Checkpoints
 from quartet.trainer.metrics import Metrics
 from quartet.trainer.rooms import Trainee
@@ -23,7 +25,7 @@ from quartet.trainer.settings import run_spec, warmup_note
 from quartet.trainer.training import Training, TrainingSettings, WeightedMeans
 from quartet.types import Head, Loss, TrainResult, TrainSamples
 
-OfflineConfig = SftConfig | RmConfig
+OfflineConfig = SftConfig | RmConfig | DpoConfig
 Row = TypeVar("Row")
 
 EVAL_TOKENS = 1 << 17
@@ -40,6 +42,8 @@ class Lessons(Generic[Row]):
     """Rows as a batch for the learner."""
     loss: Loss
     tokenizer_fingerprint: str
+    fetch: Callable[[Sequence[Row]], Awaitable[None]] | None = None
+    """Gets what `to_samples` needs from other services, for one batch while another trains."""
     eval_rows: Sequence[Row] = ()
     evaluate: Callable[[Trainee, Sequence[Row]], Awaitable[Metrics]] | None = None
     """Numbers of the model as it is, on `eval_rows`."""
@@ -156,7 +160,7 @@ class OfflineLoop(Generic[Row]):
         total = sum(len(batch.rows) for batch in batches)
         name = f"epoch {batches[0].epoch + 1} train"
         with self._run.progress.phase(name, total=total, unit="samples") as phase:
-            for step, batch in enumerate(batches, start=first):
+            async for step, batch in self._fetched(first, batches, phase):
                 phase.waiting_for = f"learner, step {step} of {self._total}"
                 began = time.monotonic()
                 result = await self._training.step(
@@ -172,6 +176,26 @@ class OfflineLoop(Generic[Row]):
                 await self._checkpoints.after_step(step, state)
         if self._config.eval.steps == -1:
             await self._evaluate(first + len(batches) - 1)
+
+    async def _fetched(
+        self, first: int, batches: Sequence[Batch[Row]], phase: Phase
+    ) -> AsyncIterator[tuple[int, Batch[Row]]]:
+        """Numbered batches as they are ready to train; one is fetched ahead."""
+        fetch = self._lessons.fetch
+        if fetch is None:
+            for numbered in enumerate(batches, start=first):
+                yield numbered
+            return
+        ahead = asyncio.ensure_future(fetch(batches[0].rows))
+        try:
+            for index, batch in enumerate(batches):
+                phase.waiting_for = f"ref, step {first + index} of {self._total}"
+                await ahead
+                if index + 1 < len(batches):
+                    ahead = asyncio.ensure_future(fetch(batches[index + 1].rows))
+                yield first + index, batch
+        finally:
+            ahead.cancel()
 
     def _is_eval_step(self, step: int) -> bool:
         every = self._config.eval.steps

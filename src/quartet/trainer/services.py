@@ -15,7 +15,7 @@ from quartet.clients import (
     RewardClient,
     RolloutClient,
 )
-from quartet.config import PpoConfig, TrainerConfig
+from quartet.config import DpoConfig, PpoConfig, TrainerConfig
 from quartet.config.derive import forward_token_budget, push_backend
 from quartet.config.files import to_yaml
 from quartet.config.machine import this_machine
@@ -77,10 +77,39 @@ async def connect_learner(
     """
     (address,) = all_addresses(config, run.launcher.addresses)["learner"]
     client = await stack.enter_async_context(LearnerClient(address, _rpc(config)))
-    with run.progress.phase("connect", total=1, unit="services") as phase:
-        await _wait_all([("learner", client)], config.launch.connect_timeout, phase)
+    await _connect(config, run, [("learner", client)])
     _check_learner(config, await client.get_info(), "learner", address, head, fingerprint)
     return RemoteTrainee(client)
+
+
+async def connect_dpo(
+    config: DpoConfig, run: Run, stack: AsyncExitStack, *, fingerprint: str
+) -> tuple[RemoteTrainee, PooledReference]:
+    """Reach learner and reference model of DPO, and check them. Closed with `stack`.
+
+    Raises:
+        ConfigError: nobody serves at an address in time, or a service does not fit.
+    """
+    addresses = all_addresses(config, run.launcher.addresses)
+    client = await stack.enter_async_context(LearnerClient(addresses["learner"][0], _rpc(config)))
+    patience, remedy = _patience(config, run)
+    references = await stack.enter_async_context(
+        ReplicaPool(
+            RefClient,
+            addresses["ref"],
+            _rpc(config),
+            patience=patience,
+            say=run.progress.say,
+            remedy=remedy,
+        )
+    )
+    await _connect(
+        config, run, [("learner", client), *(("ref", each) for each in references.clients)]
+    )
+    info = await client.get_info()
+    _check_learner(config, info, "learner", client.address, Head.LM, fingerprint)
+    await _check_references(config, references, fingerprint)
+    return RemoteTrainee(client), PooledReference(references)
 
 
 async def connect_ppo(
@@ -91,12 +120,7 @@ async def connect_ppo(
     Raises:
         ConfigError: nobody serves at an address in time, or a service does not fit.
     """
-    timeout = config.launch.connect_timeout
-    # A service of ours that died is being started again: that takes as long as a start.
-    patience, flag = timeout, "launch.connect_timeout"
-    if run.launcher.pids and config.launch.start_timeout > timeout:
-        patience, flag = config.launch.start_timeout, "launch.start_timeout"
-    remedy = f"{way_on(config)}; {longer_wait(flag, patience)}"
+    patience, remedy = _patience(config, run)
     addresses = all_addresses(config, run.launcher.addresses)
     rpc = _rpc(config)
 
@@ -125,8 +149,7 @@ async def connect_ppo(
     waited += [("rollout", c) for c in rollouts.clients]
     waited += [("ref", c) for c in references.clients] if references else []
     waited += [("reward", c) for c in rewards.clients]
-    with run.progress.phase("connect", total=len(waited), unit="services") as phase:
-        await _wait_all(waited, timeout, phase)
+    await _connect(config, run, waited)
 
     policy_info = await policy.get_info()
     _check_learner(config, policy_info, "learner", policy.address, Head.LM, fingerprint)
@@ -162,6 +185,21 @@ async def connect_ppo(
         judge_wants_token_ids=wants_ids,
         judge_max_samples=max_samples,
     )
+
+
+def _patience(config: TrainerConfig, run: Run) -> tuple[float, str]:
+    """Seconds to wait for a replica of a pool to come back, and what helps where it does not."""
+    patience, flag = config.launch.connect_timeout, "launch.connect_timeout"
+    # A service of ours that died is being started again: that takes as long as a start.
+    if run.launcher.pids and config.launch.start_timeout > patience:
+        patience, flag = config.launch.start_timeout, "launch.start_timeout"
+    return patience, f"{way_on(config)}; {longer_wait(flag, patience)}"
+
+
+async def _connect(config: TrainerConfig, run: Run, waited: Sequence[tuple[str, Client]]) -> None:
+    """Wait for all services of a run, and say so."""
+    with run.progress.phase("connect", total=len(waited), unit="services") as phase:
+        await _wait_all(waited, config.launch.connect_timeout, phase)
 
 
 async def _wait_all(waited: Sequence[tuple[str, Client]], timeout: float, phase: Phase) -> None:
@@ -220,7 +258,7 @@ async def _check_rollouts(
 
 
 async def _check_references(
-    config: PpoConfig, pool: ReplicaPool[RefClient], fingerprint: str
+    config: TrainerConfig, pool: ReplicaPool[RefClient], fingerprint: str
 ) -> None:
     infos = await pool.each(lambda client: client.get_info())
     for client, answer in zip(pool.clients, infos, strict=True):

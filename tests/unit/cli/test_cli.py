@@ -3,7 +3,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -156,13 +155,6 @@ def test_failures_of_the_worker(
     worker(monkeypatch, "quartet.trainer.ppo", fail)
     assert cli.main(["train", "ppo", *PPO]) == code
     assert capsys.readouterr().err.startswith(line)
-
-
-def test_usage_says_which_method_is_a_plan_alone():
-    absent = [m for m in ("ppo", "sft", "rm", "dpo") if find_spec(f"quartet.trainer.{m}") is None]
-    said = [f"({method}: plan only, by --dry-run)" in cli.USAGE for method in absent]
-    assert all(said)
-    assert cli.USAGE.count("plan only") == len(absent)
 
 
 def test_a_method_that_is_not_there(

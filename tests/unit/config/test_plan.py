@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from quartet.config import (
-    DpoConfig,
     LearnerServeConfig,
     PpoConfig,
     RewardServeConfig,
@@ -81,12 +80,6 @@ def test_what_earlier_runs_left_is_named(ppo_line: list[str], tmp_path: Path):
     assert taken in render_plan(new, CPU)
     assert taken not in render_plan(resumed, CPU)
     assert missing not in render_plan(resumed, CPU)
-
-
-def test_dpo_says_that_it_is_a_plan_only():
-    values = {"model.model_name_or_path": "org/lm", "data.dataset": "org/pairs"}
-    here = render_plan(build(DpoConfig, values, {}), CPU).partition("Here and now\n")[2]
-    assert here == "  train dpo is a plan only: its training is not in this release\n\n"
 
 
 def test_steps_are_capped(ppo_line: list[str], tmp_path: Path):

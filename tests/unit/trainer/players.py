@@ -196,7 +196,7 @@ class FakeTrainee:
         metrics = {"policy_loss" if self.head == "lm" else "critic_loss": float(self.steps)}
         if self.head == "lm":
             metrics["ppo_ratio"] = 1.0
-            if step.loss.kl_loss is not None:
+            if getattr(step.loss, "kl_loss", None) is not None:
                 metrics["kl"] = 0.25
         return TrainResult(
             optimizer_steps=self.steps,
