@@ -147,12 +147,6 @@ def _refuse_what_is_not_there(config: LearnerServeConfig) -> None:
             "leave it off: log-probabilities are computed in chunks as they are",
         ),
         (
-            "ds.use_universal_ckpt",
-            ds.use_universal_ckpt,
-            ds.use_universal_ckpt,
-            "resume with the number of ranks that saved the checkpoint",
-        ),
-        (
             "learner.freeze_visual_encoder",
             learner.freeze_visual_encoder,
             learner.freeze_visual_encoder,

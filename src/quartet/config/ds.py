@@ -64,7 +64,7 @@ class TrainingFields(LoadConfig):
     deepcompile: bool = False
     """DeepSpeed's compiler."""
     use_universal_ckpt: bool = False
-    """Load a checkpoint in DeepSpeed's universal format."""
+    """Go on from a checkpoint of another number of ranks or another ZeRO stage."""
     tensor_parallel_size: int = 1
     """GPUs over which a layer's matrices are spread."""
     ring_attn_size: int = 1

@@ -73,10 +73,6 @@ REFUSED: Mapping[str, Refusal] = {
     "ds.deepcompile": Refusal(
         why="DeepSpeed's compiler is not in this release", instead="leave the flag away"
     ),
-    "ds.use_universal_ckpt": Refusal(
-        why="universal checkpoints are not in this release",
-        instead="go on with as many ranks as saved the checkpoint",
-    ),
     "vllm.sync_with_ray": Refusal(
         why="there is no Ray here", instead="leave the flag away; --push.backend chooses the way"
     ),
@@ -128,6 +124,8 @@ EXPLAINED: Mapping[str, str] = {
     "--reward.clip_after_baseline is OpenRLHF's order.",
     "reward.stop_properly_penalty_coef": "Never raises a reward; --reward.stop_properly_legacy is "
     "OpenRLHF's rule.",
+    "ds.use_universal_ckpt": "Every checkpoint can be loaded by any number of ranks and at any ZeRO "
+    "stage, with and without this flag.",
     "ds.attn_implementation": "Where there is no GPU, sdpa takes the place of flash "
     "attention, and the service says so.",
     "ds.lora.rank": "A scalar head is trained whole and saved; pushes and exports carry the merged "

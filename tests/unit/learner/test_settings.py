@@ -46,7 +46,6 @@ def test_adapters_travel_too():
         ("ds", {"ring_attn_size": 2}, "ds.ring_attn_size"),
         ("ds", {"deepcompile": True}, "ds.deepcompile"),
         ("ds", {"use_liger_kernel": True}, "ds.use_liger_kernel"),
-        ("ds", {"use_universal_ckpt": True}, "ds.use_universal_ckpt"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(section, changes, field):
