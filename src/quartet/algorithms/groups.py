@@ -80,8 +80,9 @@ def leave_one_out(rewards: Float, groups: Int, usable: Bool, std_eps: float) -> 
 def group_norm(rewards: Float, groups: Int, usable: Bool, std_eps: float) -> Float:
     """Compute (r - mean(group)) / (std(group) + std_eps), GRPO (arXiv:2402.03300)."""
     stats = group_stats(rewards, groups, usable)
-    scaled = (rewards - stats.mean) / (stats.std + std_eps)
-    return np.where(usable & ~stats.equal, scaled, 0.0)
+    told_apart = usable & ~stats.equal
+    scale = np.where(told_apart, stats.std + std_eps, 1.0)
+    return np.where(told_apart, (rewards - stats.mean) / scale, 0.0)
 
 
 def batch_mean(rewards: Float, groups: Int, usable: Bool, std_eps: float) -> Float:
