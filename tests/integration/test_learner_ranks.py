@@ -106,6 +106,27 @@ async def train(learner: LearnerClient, loss, steps, folder: Path):
     return results, outputs, weights
 
 
+async def refused_on_both_ranks(learner: LearnerClient, loss, number: int) -> None:
+    """The gradient of one sample, on one of the ranks, is not finite: no rank takes the step."""
+    samples = STEPS[0]
+    first = np.arange(samples.sequences.num_tokens) < samples.sequences.lengths[0]
+    broken = {
+        "advantages": np.where(first, -3e38, samples.advantages),
+        "old_logprobs": np.where(first, -1e3, samples.old_logprobs),
+        "returns": np.where(first, 3e38, samples.returns),
+    }
+    broken = {name: array.astype(np.float32) for name, array in broken.items()}
+    before = await learner.forward([samples.sequences])
+    refused = await learner.train(step_of(number, loss), [replace(samples, **broken)])
+    assert not refused.applied
+    assert refused.optimizer_steps == number
+    assert not np.isfinite(refused.grad_norm)
+    after = await learner.forward([samples.sequences])
+    np.testing.assert_array_equal(after[0].output, before[0].output)
+    good = replace(step_of(number, loss), request_id="after")
+    assert (await learner.train(good, [samples])).applied
+
+
 @contextlib.asynccontextmanager
 async def serve(tmp_path: Path, model: Path, **flags) -> AsyncIterator[tuple]:
     """`quartet serve learner` with two ranks; yields process and client, leaves nothing behind."""
@@ -167,25 +188,30 @@ async def gone(pids: list[int], seconds: float = 20) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "head", "loss", "packed"),
+    ("stage", "head", "loss", "packed", "rank"),
     [
-        (0, Head.REWARD, PairwiseLoss(), False),
-        (2, Head.VALUE, ValueLoss(), True),
-        (3, Head.LM, POLICY, False),
+        (0, Head.REWARD, PairwiseLoss(), False, 0),
+        (2, Head.VALUE, ValueLoss(), True, 0),
+        (3, Head.LM, POLICY, False, 0),
+        (2, Head.REWARD, PairwiseLoss(), False, 4),
     ],
 )
-async def test_two_ranks_train_like_one(tmp_path, tiny_model_dir, stage, head, loss, packed):
+async def test_two_ranks_train_like_one(tmp_path, tiny_model_dir, stage, head, loss, packed, rank):
     steps = PAIRED_STEPS if head is Head.REWARD else STEPS
-    one_rank = LearnerService(LearnerSettings(model_name_or_path=str(tiny_model_dir), head=head))
+    one_rank = LearnerService(
+        LearnerSettings(model_name_or_path=str(tiny_model_dir), head=head, lora_rank=rank)
+    )
     async with loopback(one_rank) as address, LearnerClient(address) as client:
         expected = await train(client, loss, steps, tmp_path / "one")
-    flags = {"ds.zero_stage": stage, "learner.head": head}
+    flags = {"ds.zero_stage": stage, "learner.head": head, "ds.lora.rank": rank}
     if packed:
         flags["ds.packing_samples"] = True
     async with serve(tmp_path, tiny_model_dir, **flags) as (process, client, others):
         assert (await client.get_info()).world_size == 2
         assert len(others) == 1
         got = await train(client, loss, steps, tmp_path / "two")
+        if head is not Head.REWARD:
+            await refused_on_both_ranks(client, loss, len(steps))
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
     for one, two in zip(expected[0], got[0], strict=True):
@@ -200,7 +226,8 @@ async def test_two_ranks_train_like_one(tmp_path, tiny_model_dir, stage, head, l
         assert different.float().mean() < 0.02, name
 
 
-async def test_two_ranks_of_zero_3_push_save_and_continue(tmp_path, tiny_model_dir):
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_two_ranks_of_zero_3_push_save_and_continue(tmp_path, tiny_model_dir, rank):
     rollout = RolloutService(
         RolloutServeConfig(
             rollout=RolloutEngineConfig(model_name_or_path=str(tiny_model_dir)),
@@ -210,7 +237,11 @@ async def test_two_ranks_of_zero_3_push_save_and_continue(tmp_path, tiny_model_d
     async with (
         loopback(rollout) as rollout_address,
         RolloutClient(rollout_address) as rollouts,
-        serve(tmp_path, tiny_model_dir, **{"ds.zero_stage": 3}) as (_, client, _others),
+        serve(tmp_path, tiny_model_dir, **{"ds.zero_stage": 3, "ds.lora.rank": rank}) as (
+            _,
+            client,
+            _others,
+        ),
     ):
         await rollouts.wait_ready(60)
         await client.start_run(replace(SPEC, optimizer=OptimizerConfig(lr=2e-2), ema_beta=None))

@@ -13,15 +13,22 @@ from quartet.clients import LearnerClient, RefClient, RewardClient
 from quartet.types import (
     ForwardOutput,
     OptimizerConfig,
+    PairwiseLoss,
     RunSpec,
     ScheduleConfig,
     ScoreItem,
     SequenceBatch,
+    TrainSamples,
+    TrainStep,
 )
 
 pytestmark = pytest.mark.slow
 
-RUN = RunSpec(run_id="run", optimizer=OptimizerConfig(), schedule=ScheduleConfig(total_steps=1))
+RUN = RunSpec(
+    run_id="run",
+    optimizer=OptimizerConfig(lr=1e-2),
+    schedule=ScheduleConfig(name="constant", total_steps=10),
+)
 
 
 @contextlib.asynccontextmanager
@@ -51,6 +58,19 @@ def batch():
     return SequenceBatch.of([random.integers(3, 384, n).tolist() for n in (3, 17, 40, 1, 8)])
 
 
+async def train_pairs(learner, batch, steps=3):
+    pairs = SequenceBatch.of([row.tolist() for row in list(batch.rows())[:4]])
+    for number in range(steps):
+        step = TrainStep(
+            request_id=f"step{number}",
+            run_id=RUN.run_id,
+            loss=PairwiseLoss(),
+            expected_optimizer_steps=number,
+            max_tokens_per_micro_batch=128,
+        )
+        assert (await learner.train(step, [TrainSamples(sequences=pairs)])).applied
+
+
 async def test_ref_and_learner_give_the_same_logprobs(tmp_path, tiny_model_dir, batch):
     model = str(tiny_model_dir)
     async with (
@@ -71,14 +91,21 @@ async def test_ref_and_learner_give_the_same_logprobs(tmp_path, tiny_model_dir, 
         assert infos[0].info.tokenizer_fingerprint == infos[1].info.tokenizer_fingerprint != ""
 
 
+@pytest.mark.parametrize("rank", [0, 4])
 async def test_reward_scores_what_a_learner_exports_as_the_learner_does(
-    tmp_path, tiny_reward_model_dir, batch
+    tmp_path, tiny_reward_model_dir, batch, rank
 ):
     exported = tmp_path / "exported"
-    flags = ("--learner.model_name_or_path", str(tiny_reward_model_dir), "--learner.head", "reward")
+    flags = (
+        *("--learner.model_name_or_path", str(tiny_reward_model_dir), "--learner.head", "reward"),
+        *("--ds.lora.rank", str(rank)),
+    )
     async with serve(tmp_path, "learner", *flags) as address, LearnerClient(address) as learner:
         await learner.wait_ready(90)
         await learner.start_run(RUN)
+        if rank:
+            # Adapters and head move, and both are in what is exported.
+            await train_pairs(learner, batch)
         [rewards] = await learner.forward([batch], output=ForwardOutput.REWARDS)
         await learner.export_model(
             folder=str(exported), config_values={"mean": 0.25, "std": 2.0}, request_id="e"

@@ -34,6 +34,7 @@ def sleep(deepspeed: Any) -> None:
         _move(deepspeed, torch.device("cpu"))
     else:
         deepspeed.offload_states(pin_memory=torch.cuda.is_available())
+        _move_frozen(deepspeed, torch.device("cpu"))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -43,7 +44,15 @@ def wake(deepspeed: Any) -> None:
     if deepspeed.zero_optimization_stage() == 0:
         _move(deepspeed, deepspeed.device)
     else:
+        _move_frozen(deepspeed, deepspeed.device)
         deepspeed.reload_states()
+
+
+def _move_frozen(deepspeed: Any, device: torch.device) -> None:
+    """Weights under adapters: no optimizer holds them, so DeepSpeed leaves them where they are."""
+    for parameter in deepspeed.module.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(device)
 
 
 def _move(deepspeed: Any, device: torch.device) -> None:
