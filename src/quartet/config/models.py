@@ -99,6 +99,9 @@ class RewardSourceFields:
     """Reward model: a sequence-classification model with one label."""
     remote_url: str | None = None
     """Other sources of rewards: one Python file with `reward_func`, or HTTP URLs with commas."""
+    parts: tuple[str, ...] = ()
+    """Several sources in place of one, added up: WEIGHT:SOURCE each. A source is math (compares the
+    answer with the label), model:FOLDER_OR_NAME, a Python file, or a URL."""
     normalize_enable: bool = False
     """Turn the model's reward into (x - mean) / std, with `mean` and `std` of its config.json. The
     critic's values are then normalised in the same way."""

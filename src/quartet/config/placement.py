@@ -11,9 +11,11 @@ from quartet.config.derive import (
     num_engines,
     num_ranks,
     split_list,
+    uses_agent,
 )
 from quartet.config.machine import Machine
 from quartet.config.methods import DpoConfig, PpoConfig, TrainerConfig
+from quartet.config.rewardparts import targets_of
 from quartet.config.services import Role
 
 Gpus = tuple[int, ...]
@@ -90,17 +92,25 @@ def _ppo_places(config: PpoConfig, machine: Machine, allocator: _Allocator) -> t
         count = config.ref.num_nodes * config.ref.num_gpus_per_node
         shared = actor if colocate or config.train.colocate_actor_ref else None
         found += _replicas("ref", config.ref.address, shared, count, allocator)
-    if config.reward.address or config.reward.remote_url:
-        # Rules and endpoints need no GPU.
-        found += _place("reward", config.reward.address, 1, tuple)
-    else:
-        count = config.reward.num_nodes * config.reward.num_gpus_per_node
-        shared = actor if colocate else None
-        if shared is None and config.train.colocate_critic_reward and critic:
-            shared = critic
-        found += _replicas("reward", None, shared, count, allocator)
+    if not uses_agent(config):
+        found += _rewards(config, actor, critic, allocator)
     shared = actor if colocate and not config.train.async_enable else None
     return tuple(found) + _engines(config, shared, allocator)
+
+
+def _rewards(
+    config: PpoConfig, actor: Gpus, critic: Gpus, allocator: _Allocator
+) -> tuple[Place, ...]:
+    """Whatever gives the rewards."""
+    rules = config.reward.remote_url or config.reward.parts
+    if config.reward.address or (rules and not targets_of(config.reward.parts, "model")):
+        # Rules and endpoints need no GPU.
+        return _place("reward", config.reward.address, 1, tuple)
+    count = config.reward.num_nodes * config.reward.num_gpus_per_node
+    shared = actor if config.train.colocate_all else None
+    if shared is None and config.train.colocate_critic_reward and critic:
+        shared = critic
+    return _replicas("reward", None, shared, count, allocator)
 
 
 def _place(

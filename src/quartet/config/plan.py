@@ -24,6 +24,7 @@ from quartet.config.machine import Machine
 from quartet.config.methods import DpoConfig, PpoConfig, RmConfig, SftConfig, TrainerConfig
 from quartet.config.notes import chosen, notes
 from quartet.config.placement import Place, places
+from quartet.config.rewardparts import reward_source
 from quartet.config.runnable import obstacles
 from quartet.config.serve import LearnerServeConfig, RefServeConfig, RewardServeConfig, ServeConfig
 from quartet.config.support import wanted_engine
@@ -83,7 +84,11 @@ def render_service(config: ServeConfig, machine: Machine) -> str:
     """What `quartet serve ... --dry-run` prints."""
     room = type(config).__name__.removesuffix("ServeConfig").lower()
     section = getattr(config, room)
-    source = section.model_name_or_path or getattr(section, "remote_url", None)
+    source = (
+        reward_source(config.reward)
+        if isinstance(config, RewardServeConfig)
+        else section.model_name_or_path
+    )
     lines = [f"Plan of quartet serve {room}", "", f"  serves     {source}"]
     if isinstance(config, LearnerServeConfig):
         ranks = config.learner.num_ranks or max(machine.num_gpus, 1)
@@ -187,7 +192,7 @@ def _holds(role: str, group: Sequence[Place], config: TrainerConfig, machine: Ma
         case "critic":
             return f"{critic_model(config)}, {training}, value head"
         case "reward":
-            return str(config.reward.model_name_or_path or config.reward.remote_url)
+            return reward_source(config.reward)
         case "rollout":
             engine = wanted_engine(config, machine)
             return f"{config.actor.model_name_or_path}, engine {engine}"

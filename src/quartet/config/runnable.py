@@ -7,7 +7,9 @@ plan for eight GPUs can be looked at on a laptop.
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from quartet.config.derive import (
 from quartet.config.machine import Machine
 from quartet.config.methods import DpoConfig, PpoConfig, TrainerConfig
 from quartet.config.modelfolder import CONFIG_FILE, max_positions
+from quartet.config.models import RewardSourceFields
 from quartet.config.placement import gpus_needed
+from quartet.config.rewardparts import targets_of
 from quartet.config.serve import (
     LearnerServeConfig,
     RefServeConfig,
@@ -27,7 +31,7 @@ from quartet.config.serve import (
     RolloutServeConfig,
     ServeConfig,
 )
-from quartet.config.support import ENGINES, unsupported, wanted_engine
+from quartet.config.support import unsupported, wanted_engine
 from quartet.config.tree import wrong
 from quartet.errors import ConfigError
 
@@ -132,19 +136,18 @@ def _ppo(config: PpoConfig, machine: Machine) -> Iterator[ConfigError]:
 
 def _engine(config: PpoConfig | RolloutServeConfig, machine: Machine) -> Iterator[ConfigError]:
     engine, width = wanted_engine(config, machine), config.vllm.tensor_parallel_size
-    if engine not in ENGINES:
-        yield wrong(
-            "rollout.engine",
-            engine,
-            "this engine is not in this release",
-            "take --rollout.engine transformers, with --vllm.tensor_parallel_size 1",
-        )
+    python = config.rollout.python if isinstance(config, PpoConfig) else None
+    if python and not os.access(python, os.X_OK):
+        yield wrong("rollout.python", python, "there is no such program", "check the path")
     elif engine == "vllm" and not machine.has_vllm:
         yield wrong(
             "rollout.engine",
             "vllm",
-            "the package vllm is not installed",
-            "install it, or take --rollout.engine transformers",
+            f"the package vllm is not installed for {python}"
+            if python
+            else "the package vllm is not installed beside the trainer",
+            "`make setup-vllm` makes an environment with it for CPUs: then add --rollout.python "
+            ".venv-vllm/bin/python; or take --rollout.engine transformers",
         )
     if engine == "transformers" and width > 1:
         yield wrong(
@@ -174,7 +177,7 @@ def _service(config: ServeConfig, machine: Machine) -> Iterator[ConfigError]:
                 )
         case RewardServeConfig():
             yield from _model("reward.model_name_or_path", config.reward.model_name_or_path)
-            yield from _reward_file(config.reward.remote_url)
+            yield from _reward_sources(config.reward)
 
 
 def _inputs(config: TrainerConfig) -> Iterator[ConfigError]:
@@ -187,7 +190,14 @@ def _inputs(config: TrainerConfig) -> Iterator[ConfigError]:
         if not config.reward.address:
             reward = config.reward.model_name_or_path
             yield from _fit_model(config, "reward.model_name_or_path", reward)
-            yield from _reward_file(config.reward.remote_url)
+            yield from _reward_sources(config.reward)
+        if config.train.agent_func_path:
+            yield from _user_file(
+                "train.agent_func_path",
+                config.train.agent_func_path,
+                defines="AgentExecutor",
+                remedy="define a class AgentExecutor: docs/agents.md",
+            )
         yield from _datasets("data.prompt_dataset", config.data.prompt_dataset)
         yield from _datasets("eval.dataset", config.eval.dataset)
         return
@@ -245,26 +255,45 @@ def _datasets(flag: str, names: str | None) -> Iterator[ConfigError]:
             yield wrong(flag, name, "there is no such file or folder", "check the path")
 
 
-def _reward_file(source: str | None) -> Iterator[ConfigError]:
-    """A Python file of rewards must define `reward_func`. Read, never run, by the trainer."""
-    if not source or not source.endswith(".py"):
-        return
-    flag, path = "reward.remote_url", Path(source).expanduser()
+def _reward_sources(source: RewardSourceFields) -> Iterator[ConfigError]:
+    """Files, models and packages that rewards come from must be there."""
+    if source.remote_url and source.remote_url.endswith(".py"):
+        yield from _reward_file("reward.remote_url", source.remote_url)
+    for file in targets_of(source.parts, "function"):
+        yield from _reward_file("reward.parts", file)
+    for model in targets_of(source.parts, "model"):
+        yield from _model("reward.parts", model)
+    if targets_of(source.parts, "math") and find_spec("math_verify") is None:
+        yield wrong(
+            "reward.parts",
+            "math",
+            "the package math-verify is not installed",
+            "pip install 'quartet-rlhf[reward]'",
+        )
+
+
+def _reward_file(flag: str, source: str) -> Iterator[ConfigError]:
+    """A Python file of rewards must define `reward_func`."""
+    yield from _user_file(
+        flag,
+        source,
+        defines="reward_func",
+        remedy="define reward_func(queries, prompts, labels, **kwargs)",
+    )
+
+
+def _user_file(flag: str, source: str, *, defines: str, remedy: str) -> Iterator[ConfigError]:
+    """A Python file of the user's defines a name. Read, never run, by the trainer."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(Path(source).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         yield wrong(flag, source, f"cannot be read ({error.strerror})", "check the path")
         return
     except (SyntaxError, ValueError) as error:
         yield wrong(flag, source, f"is no Python file ({error})", "correct the file")
         return
-    if not _defines(tree, "reward_func"):
-        yield wrong(
-            flag,
-            source,
-            "does not define reward_func",
-            "define reward_func(queries, prompts, labels, **kwargs)",
-        )
+    if not _defines(tree, defines):
+        yield wrong(flag, source, f"does not define {defines}", remedy)
 
 
 def _defines(tree: ast.Module, name: str) -> bool:

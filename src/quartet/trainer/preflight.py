@@ -14,6 +14,7 @@ from pathlib import Path
 from quartet.config import DpoConfig, PpoConfig, TrainerConfig
 from quartet.config.derive import needs_critic, needs_ref, trained_model
 from quartet.config.modelfolder import CONFIG_FILE
+from quartet.config.rewardparts import targets_of
 from quartet.config.runnable import length_problems
 from quartet.config.tree import wrong
 
@@ -37,6 +38,7 @@ def check_models(config: TrainerConfig) -> None:
 def models_on_hub(config: TrainerConfig) -> Iterator[tuple[str, str]]:
     """Flag and name of each model that a service of this machine loads from the hub."""
     found: dict[str, str | None] = {}
+    parts: list[str] = []
     if isinstance(config, PpoConfig):
         addresses = [config.learner.address, config.rollout.address]
         addresses += [config.ref.address] if needs_ref(config) else []
@@ -46,12 +48,13 @@ def models_on_hub(config: TrainerConfig) -> Iterator[tuple[str, str]]:
             found["critic.model_name_or_path"] = config.critic.model_name_or_path
         if not config.reward.address:
             found["reward.model_name_or_path"] = config.reward.model_name_or_path
+            parts = targets_of(config.reward.parts, "model")
     else:
         if not config.learner.address:
             found["model.model_name_or_path"] = trained_model(config)
         if isinstance(config, DpoConfig) and not config.ref.address:
             found["ref.model_name_or_path"] = config.ref.model_name_or_path
-    for flag, name in found.items():
+    for flag, name in (*found.items(), *(("reward.parts", name) for name in parts)):
         if name and not Path(name).expanduser().is_dir():
             yield flag, name
 

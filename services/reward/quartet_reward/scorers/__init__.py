@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 from quartet.config import RewardServeConfig
+from quartet.config.rewardparts import RewardPart, parse_parts
 from quartet.errors import ConfigError
 from quartet_reward.scorer import Scorer
 
@@ -19,8 +22,10 @@ def make_scorer(config: RewardServeConfig) -> Scorer:
 
 
 def scorer_kind(config: RewardServeConfig) -> str:
-    """Name of the scorer: a `.py` path is a function, other URLs are http, a model is a model."""
+    """Name of the scorer: parts are added up, a `.py` path is a function, other URLs are http."""
     source = config.reward
+    if source.parts:
+        return "composite"
     if source.remote_url and source.model_name_or_path:
         raise ConfigError(
             "reward.remote_url and reward.model_name_or_path are both given",
@@ -35,7 +40,8 @@ def scorer_kind(config: RewardServeConfig) -> str:
     raise ConfigError(
         "there is nothing to score with",
         field="reward.remote_url",
-        remedy="give --reward.remote_url FILE.py or URL, or --reward.model_name_or_path MODEL",
+        remedy="give --reward.remote_url FILE.py or URL, --reward.model_name_or_path MODEL, or "
+        "--reward.parts 1:math",
     )
 
 
@@ -75,7 +81,32 @@ def _model(config: RewardServeConfig) -> Scorer:
     )
 
 
+def _composite(config: RewardServeConfig) -> Scorer:
+    from quartet_reward.scorers.composite import CompositeScorer, Part
+
+    return CompositeScorer(
+        [
+            Part(name=part.name, weight=part.weight, scorer=_part(config, part))
+            for part in parse_parts(config.reward.parts)
+        ]
+    )
+
+
+def _part(config: RewardServeConfig, part: RewardPart) -> Scorer:
+    """One term of a sum, with the settings of all."""
+    alone = replace(config.reward, parts=(), model_name_or_path=None, remote_url=None)
+    if part.kind == "model":
+        alone = replace(alone, model_name_or_path=part.target)
+    else:
+        alone = replace(alone, remote_url=part.target or str(VERIFIERS[part.kind]))
+    return make_scorer(replace(config, reward=alone))
+
+
+VERIFIERS = {"math": Path(__file__).parent.parent / "verifiers" / "math_answer.py"}
+"""Reward files that come with the service."""
+
 SCORERS: dict[str, Callable[[RewardServeConfig], Scorer]] = {
+    "composite": _composite,
     "function": _function,
     "http": _http,
     "model": _model,

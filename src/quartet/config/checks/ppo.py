@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quartet.config.derive import (
     correction_band,
@@ -12,8 +12,10 @@ from quartet.config.derive import (
     needs_ref,
     samples_per_rollout,
     split_list,
+    uses_agent,
 )
 from quartet.config.methods import PpoConfig
+from quartet.config.rewardparts import check_parts, targets_of
 from quartet.config.tree import wrong
 from quartet.errors import ConfigError
 
@@ -138,9 +140,13 @@ def check_kl(config: PpoConfig) -> Iterator[ConfigError]:
 def check_rewards(config: PpoConfig) -> Iterator[ConfigError]:
     """Where rewards come from and how they are shaped."""
     reward = config.reward
-    yield from check_reward_source(
-        reward.model_name_or_path, reward.remote_url, address=reward.address
-    )
+    if not uses_agent(config):
+        yield from check_reward_source(
+            reward.model_name_or_path,
+            reward.remote_url,
+            parts=reward.parts,
+            address=reward.address,
+        )
     if not reward.clip_range[0] < reward.clip_range[1]:
         yield wrong("reward.clip_range", reward.clip_range, "the range is empty", "give LOW < HIGH")
     limit = longest_answer(config)
@@ -151,7 +157,10 @@ def check_rewards(config: PpoConfig) -> Iterator[ConfigError]:
             f"is more than the {limit} tokens that a completion may have",
             "make the buffer a part of them, for example a fifth",
         )
-    if reward.normalize_enable and not reward.model_name_or_path and not reward.address:
+    if uses_agent(config):
+        return
+    has_model = reward.model_name_or_path or targets_of(reward.parts, "model")
+    if reward.normalize_enable and not has_model and not reward.address:
         yield wrong(
             "reward.normalize_enable",
             None,
@@ -161,10 +170,20 @@ def check_rewards(config: PpoConfig) -> Iterator[ConfigError]:
 
 
 def check_reward_source(
-    model: str | None, remote: str | None, *, address: str | None
+    model: str | None, remote: str | None, *, parts: Sequence[str], address: str | None
 ) -> Iterator[ConfigError]:
-    """One source of rewards: a model, a Python file, HTTP endpoints, or a service."""
+    """One source of rewards: a model, a Python file, HTTP endpoints, a sum, or a service."""
     sources = split_list(remote)
+    if parts:
+        yield from check_parts(parts)
+        if model or sources or address:
+            yield wrong(
+                "reward.parts",
+                " ".join(parts),
+                "there is another source of rewards beside the sum",
+                "make it a part: 1:model:NAME, 1:file.py, or leave it away",
+            )
+        return
     files = [source for source in sources if source.endswith(".py")]
     if len(split_list(model)) > 1:
         yield wrong(
@@ -192,7 +211,8 @@ def check_reward_source(
             "reward.model_name_or_path",
             None,
             "nothing says where rewards come from",
-            "give --reward.model_name_or_path, or --reward.remote_url with a Python file or URLs",
+            "give --reward.model_name_or_path, --reward.remote_url with a Python file or URLs, or "
+            "--reward.parts",
         )
     if files and len(sources) > 1:
         yield wrong(
@@ -267,8 +287,22 @@ def check_batches(config: PpoConfig) -> Iterator[ConfigError]:
 
 
 def check_modes(config: PpoConfig) -> Iterator[ConfigError]:
-    """Asynchrony, agents and images."""
+    """Asynchrony and images."""
     train = config.train
+    if train.max_staleness is not None and not train.async_enable:
+        yield wrong(
+            "train.max_staleness",
+            train.max_staleness,
+            "without generation ahead of training no sample is older than the last push",
+            "add --train.async_enable, or leave the flag away",
+        )
+    if train.async_enable and train.full_determinism_enable:
+        yield wrong(
+            "train.full_determinism_enable",
+            None,
+            "which weights sample which token depends on the clock when generation runs ahead",
+            "leave one of the flags away",
+        )
     if train.partial_rollout_enable and not train.async_enable:
         yield wrong(
             "train.partial_rollout_enable",
@@ -282,13 +316,6 @@ def check_modes(config: PpoConfig) -> Iterator[ConfigError]:
             None,
             "an engine that generates during training cannot sleep",
             "leave the flag away, or --train.async_enable",
-        )
-    if train.agent_func_path and config.reward.remote_url:
-        yield wrong(
-            "train.agent_func_path",
-            train.agent_func_path,
-            "an agent gives the rewards itself",
-            "leave --reward.remote_url away",
         )
     if config.data.max_images_per_prompt and needs_critic(config):
         yield wrong(

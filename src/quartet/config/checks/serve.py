@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from quartet.config.checks.adapters import check_adapter_settings
 from quartet.config.checks.ppo import check_reward_source
+from quartet.config.rewardparts import targets_of
 from quartet.config.serve import (
     LearnerServeConfig,
     RefServeConfig,
@@ -31,9 +32,13 @@ def check_service(config: ServeConfig) -> Iterator[ConfigError]:
         case RewardServeConfig():
             source = config.reward
             yield from check_reward_source(
-                source.model_name_or_path, source.remote_url, address=None
+                source.model_name_or_path,
+                source.remote_url,
+                parts=source.parts,
+                address=None,
             )
-            if source.normalize_enable and not source.model_name_or_path:
+            has_model = source.model_name_or_path or targets_of(source.parts, "model")
+            if source.normalize_enable and not has_model:
                 yield wrong(
                     "reward.normalize_enable",
                     None,
