@@ -316,3 +316,17 @@ def test_names_of_runs_that_are_no_folder(name: str):
         )
     )
     assert error.info.field == "run.name"
+
+
+@pytest.mark.parametrize("level", ["off", "token", "seq"])
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize(("top_p", "top_k"), [(1, -1), (0.9, -1), (1, 50), (0.5, 1)])
+def test_a_correction_needs_the_whole_distribution(level: str, kind: str, top_p: float, top_k: int):
+    """Refused in every way to combine them, before anything is started."""
+    line = (
+        f"{PPO} --algo.advantage.is_correction_level {level} --actor.policy_loss_type {kind} "
+        f"--rollout.top_p {top_p} --rollout.top_k {top_k}"
+    )
+    fields = [error.info.field for error in found("ppo", line)]
+    biased = level != "off" and (top_p, top_k) != (1, -1)
+    assert fields == (["algo.advantage.is_correction_level"] if biased else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -236,3 +237,25 @@ def test_join_and_take_are_inverse():
     swapped = take(joined, [1, 0])
     assert swapped.sequences.lengths.tolist() == [4, 3]
     assert swapped.sequences.token_ids.tolist() == [8, 9, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_every_pair_of_distributions(kind, corrected):
+    """Accepted are those in which both sides say softmax(logits / T) over all tokens, and no other.
+
+    Without a correction a cut distribution is only logged, so it may be sent.
+    """
+    correction = MismatchCorrection(level="token") if corrected else None
+    for form, sampled, top_p, top_k, temperature in itertools.product(
+        LogprobKind, (0.7, 1.0), (0.9, 1.0), (-1, 50), (0.7, 1.0)
+    ):
+        spec = LogprobSpec(kind=form, temperature=sampled, top_p=top_p, top_k=top_k)
+        loss = PolicyLoss(type=kind, temperature=temperature, mismatch_correction=correction)
+        whole = (top_p, top_k) == (1.0, -1)
+        same = sampled == temperature and (form is LogprobKind.PROCESSED or sampled == 1.0)
+        samples = [make_samples(rollout_logprob_spec=spec)]
+        if same and (whole or not corrected):
+            checks.check_samples(loss, samples)
+        else:
+            refuse(checks.check_samples, loss, samples)
