@@ -128,6 +128,23 @@ def groups_in_flight(config: PpoConfig) -> int | None:
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
+def generate_size(config: PpoConfig) -> int:
+    """Prompts that asynchronous generation draws at once."""
+    return max(config.rollout.batch_size, config.rollout.vllm_generate_batch_size or 0)
+
+
+def max_staleness(config: PpoConfig) -> int:
+    """Versions that a token of an asynchronous run may be old when it is trained.
+
+    Where it is not given, what follows from the queue: a rollout begins when as many as the queue
+    holds are before it, and what is drawn beyond a rollout waits for further ones.
+    """
+    if config.train.max_staleness is not None:
+        return config.train.max_staleness
+    beyond = -(-generate_size(config) // config.rollout.batch_size) - 1
+    return config.train.async_queue_size + beyond
+
+
 def train_token_budget(config: PpoConfig) -> int | None:
     """Tokens of a training micro-batch; None cuts by `train.micro_batch_size`."""
     return config.train.max_tokens_per_gpu if config.train.dynamic_batch_enable else None

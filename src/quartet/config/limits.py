@@ -137,6 +137,7 @@ LIMITS: Mapping[str, Limit] = {
     "train.num_episodes": _COUNT,
     "train.max_tokens_per_gpu": _COUNT,
     "train.async_queue_size": _COUNT,
+    "train.max_staleness": _INDEX,
     "train.ema_beta": _DECAY,
     "train.seed": _INDEX,
     "data.max_len": Limit(low=2),

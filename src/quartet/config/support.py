@@ -31,19 +31,12 @@ class Refusal:
     instead: str
 
 
-_NO_ASYNC = Refusal(
-    why="generation does not run ahead of training in this release",
-    instead="leave the flag away; groups are scored while others are still generated",
-)
 _NO_RING = Refusal(
     why="a sequence is not spread over GPUs in this release",
     instead="leave it at 1; lower --data.max_len, or add --actor.gradient_checkpointing_enable",
 )
 
 REFUSED: Mapping[str, Refusal] = {
-    "train.async_enable": _NO_ASYNC,
-    "train.async_queue_size": _NO_ASYNC,
-    "train.partial_rollout_enable": _NO_ASYNC,
     "train.agent_func_path": Refusal(
         why="agents are not in this release",
         instead="score single answers with --reward.remote_url file.py",
@@ -115,8 +108,10 @@ EXPLAINED: Mapping[str, str] = {
     "vllm.enable_prefix_caching": "Only the engine vllm has it.",
     "vllm.enforce_eager": "Only the engine vllm captures graphs.",
     "vllm.gpu_memory_utilization": "Only the engine vllm reserves memory.",
-    "rollout.vllm_generate_batch_size": "Prompts in flight at most; groups stream, so there are no "
-    "batches of generation.",
+    "rollout.vllm_generate_batch_size": "Prompts in flight at most. With --train.async_enable also "
+    "those that are drawn at once: what is beyond a rollout is kept for the next.",
+    "train.async_enable": "Old log-probabilities and values are the learners' own, just before "
+    "they train; --algo.advantage.is_correction_level corrects for older samples.",
     "rollout.micro_batch_size": "Forward passes are cut by tokens: this many sequences of "
     "data.max_len.",
     "logger.wandb.key": "Never written to the run's files or logs.",
@@ -124,8 +119,8 @@ EXPLAINED: Mapping[str, str] = {
     "--reward.clip_after_baseline is OpenRLHF's order.",
     "reward.stop_properly_penalty_coef": "Never raises a reward; --reward.stop_properly_legacy is "
     "OpenRLHF's rule.",
-    "ds.use_universal_ckpt": "Every checkpoint can be loaded by any number of ranks and at any ZeRO "
-    "stage, with and without this flag.",
+    "ds.use_universal_ckpt": "Every checkpoint can be loaded by any number of ranks and at any "
+    "ZeRO stage, with and without this flag.",
     "ds.attn_implementation": "Where there is no GPU, sdpa takes the place of flash "
     "attention, and the service says so.",
     "ds.lora.rank": "A scalar head is trained whole and saved; pushes and exports carry the merged "

@@ -50,11 +50,15 @@ class PpoTrainConfig(TrainConfig):
     colocate_all: bool = False
     """All models, and the rollout engines, share the policy's GPUs."""
     async_enable: bool = False
-    """Generate the next rollout while this one is trained."""
+    """Generate the next rollouts while this one is trained."""
     async_queue_size: int = 1
-    """Rollouts that may wait for the learner."""
+    """Rollouts that may be in the making or wait for the learner."""
+    max_staleness: int | None = None
+    """With `async_enable`: pushes that may lie between the weights that sampled a token and those
+    that are trained on it. Default: what follows from the queue. 0 is training in turn."""
     partial_rollout_enable: bool = False
-    """Change weights in the middle of completions."""
+    """With `async_enable`: push weights in the middle of completions, which go on with the new
+    ones. Without it a push waits until those under way are done."""
     enable_ema: bool = False
     """Keep a moving average of the policy's weights, and export that."""
     ema_beta: float = 0.992

@@ -24,6 +24,7 @@ from quartet.types import (
     GenerateRequest,
     GenerateResult,
     LoadCheckpointResult,
+    PauseMode,
     PushBackend,
     PushResult,
     RunSpec,
@@ -79,6 +80,24 @@ class PooledSampler:
                     raise
                 else:
                     await asyncio.sleep(STALE_PAUSE_SECONDS)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Hold generation on all replicas that serve."""
+        await self._tell(self._pool.serving(), lambda client: client.pause(mode))
+
+    async def resume(self) -> None:
+        """Go on, also where a replica seemed away."""
+        await self._tell(self._pool.clients, lambda client: client.resume())
+
+    async def _tell(
+        self, clients: Sequence[RolloutClient], call: Callable[[RolloutClient], Awaitable[object]]
+    ) -> None:
+        async def one(client: RolloutClient) -> None:
+            # One that is away or still loads holds nothing, and comes back holding nothing.
+            with contextlib.suppress(InfraError, StateError):
+                await call(client)
+
+        await asyncio.gather(*(one(client) for client in clients))
 
     async def _catch_up(self, oldest: int, on_stale: Callable[[str, str], Awaitable[None]]) -> None:
         """Report each serving replica with older weights; calls that wait find it caught up."""

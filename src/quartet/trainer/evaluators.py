@@ -38,15 +38,19 @@ class Evaluators:
     critic: Trainee | None = None
     """None for estimators without values."""
 
-    def passes(self, *, temperature: float) -> list[Pass]:
-        """What has to be evaluated; `temperature` divides the logits of language models."""
+    def of_learners(self, *, temperature: float) -> list[Pass]:
+        """What the models in training evaluate: their numbers are of now."""
         found = [Pass(run=partial(_old_logprobs, self.policy, temperature))]
-        if self.reference is not None:
-            run = partial(_ref_logprobs, self.reference, temperature)
-            found.append(Pass(run=run, width=self.reference_width))
         if self.critic is not None:
             found.append(Pass(run=partial(_values, self.critic)))
         return found
+
+    def of_frozen(self, *, temperature: float) -> list[Pass]:
+        """What can be evaluated at any time; `temperature` divides the logits."""
+        if self.reference is None:
+            return []
+        run = partial(_ref_logprobs, self.reference, temperature)
+        return [Pass(run=run, width=self.reference_width)]
 
 
 async def _old_logprobs(policy: Trainee, temperature: float, groups: Sequence[Group]) -> list[None]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.data.samples import Prompt
-from quartet.types import FinishReason, LogprobSpec, Reward, SequenceBatch
+from quartet.types import FinishReason, LogprobSpec, Reward, SequenceBatch, VersionSpan
 
 Floats = NDArray[np.float32]
 
@@ -30,6 +30,8 @@ class Sample:
     first_policy_version: int
     last_policy_version: int
     replica: str
+    versions: tuple[VersionSpan, ...] = ()
+    """Which weights sampled which tokens of the completion."""
 
     @property
     def prompt_length(self) -> int:

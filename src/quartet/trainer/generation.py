@@ -210,4 +210,5 @@ def sample_of(name: str, group: Group, completion: Completion, replica: str) -> 
         first_policy_version=completion.versions[0].policy_version,
         last_policy_version=completion.versions[-1].policy_version,
         replica=replica,
+        versions=completion.versions,
     )

@@ -257,6 +257,15 @@ class Ledger:
             SampleState.DROPPED,
         )
 
+    async def move(self, step: int, sample_ids: Sequence[str]) -> None:
+        """Have samples belong to step `step`: they were made ahead, and are for a later one."""
+        await self._run(
+            lambda db: db.executemany(
+                "UPDATE samples SET step = ? WHERE sample_id = ?",
+                [(step, sample_id) for sample_id in sample_ids],
+            )
+        )
+
     async def _advance(
         self, statement: str, rows: Sequence[tuple[Any, ...]], target: SampleState
     ) -> None:

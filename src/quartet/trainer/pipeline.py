@@ -56,6 +56,8 @@ class PipelineSettings:
     deterministic: bool = False
     max_groups_in_flight: int = 64
     """Prompt groups that generate at once."""
+    learners_last: bool = False
+    """Leave to `finish` what the learners evaluate: while groups are made, they train or rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -104,7 +106,10 @@ class Pipeline:
         self._generation = generation
         self._scoring = scoring
         self._evaluators = evaluators
-        self._passes = evaluators.passes(temperature=settings.temperature)
+        late = evaluators.of_learners(temperature=settings.temperature)
+        self._late = late if settings.learners_last else []
+        frozen = evaluators.of_frozen(temperature=settings.temperature)
+        self._passes = frozen if settings.learners_last else frozen + late
         self._ledger = ledger
         self._progress = progress
         self._drops = drops
@@ -136,18 +141,15 @@ class Pipeline:
         groups: list[Group] = []
         wanted, accepted = len(prompts), 0
         while prompts:
-            step = await self._round(number, prompts, len(groups), episode, policy_version)
-            generation_seconds += step.generate.seconds
-            groups += step.groups
+            made, seconds = await self.gather(
+                number, prompts, first=len(groups), episode=episode, policy_version=policy_version
+            )
+            generation_seconds += seconds
+            groups += made
             accepted = sum(1 for group in groups if group.samples)
             filtering = self._settings.group_filter is not None
             prompts = more(wanted - accepted) if filtering and accepted < wanted else ()
-        experience = assemble(
-            groups,
-            logprob_spec=self._generation.settings.logprob_spec,
-            with_ref=self._evaluators.reference is not None,
-            with_values=self._evaluators.critic is not None,
-        )
+        experience = await self.finish(groups)
         dropped = {k: v - before.get(k, 0) for k, v in self._drops.totals().items()}
         return Rollout(
             experience=experience,
@@ -159,6 +161,38 @@ class Pipeline:
                 if self._settings.group_filter is None
                 else pass_rate(accepted=accepted, drawn=len(groups))
             ),
+        )
+
+    async def gather(
+        self,
+        number: int,
+        prompts: Sequence[Prompt],
+        *,
+        first: int,
+        episode: int,
+        policy_version: int,
+    ) -> tuple[list[Group], float]:
+        """Take prompts through all stages but what is left to `finish`.
+
+        Returns:
+            Their groups, numbered from `first`, without the samples that were dropped; and the
+            seconds of generation.
+        """
+        step = await self._round(number, prompts, first, episode, policy_version)
+        return step.groups, step.generate.seconds
+
+    async def finish(self, groups: Sequence[Group]) -> Experience:
+        """Have the learners evaluate what was left to them, and lay all samples end to end."""
+        alive = [group for group in groups if group.samples]
+        if alive:
+            async with asyncio.TaskGroup() as tasks:
+                for evaluation in self._late:
+                    tasks.create_task(evaluation.run(alive))
+        return assemble(
+            groups,
+            logprob_spec=self._generation.settings.logprob_spec,
+            with_ref=self._evaluators.reference is not None,
+            with_values=self._evaluators.critic is not None,
         )
 
     async def _round(

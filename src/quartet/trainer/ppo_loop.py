@@ -16,7 +16,7 @@ from quartet.config import PpoConfig
 from quartet.config.derive import samples_per_rollout
 from quartet.trainer.best import BestCheckpoint, best_key
 from quartet.trainer.evaluate import Evaluation
-from quartet.trainer.filtering import Draw, PromptCursor
+from quartet.trainer.filtering import PromptCursor
 from quartet.trainer.learners import PpoLearners
 from quartet.trainer.metrics import Metrics, rollout_metrics, sample_texts, training_metrics
 from quartet.trainer.pipeline import Rollout
@@ -25,8 +25,9 @@ from quartet.trainer.ppo_parts import (
     checkpoints_of,
     evaluated_sources,
     evaluation_of,
-    pipeline_of,
+    pause_mode,
     scoring_of,
+    source_of,
 )
 from quartet.trainer.pushes import Pushes
 from quartet.trainer.rooms import Players
@@ -55,7 +56,6 @@ class PpoLoop:
             inputs.prompts, seed=config.train.seed, num_episodes=config.train.num_episodes
         )
         self._scoring = scoring_of(run, inputs, players)
-        self._pipeline = pipeline_of(config, run, players, self._scoring)
         self._evaluation = evaluation_of(config, run, inputs, players, self._scoring)
         self._learners = PpoLearners(
             config,
@@ -67,7 +67,9 @@ class PpoLoop:
         )
         self._pushes = Pushes(
             players.policy,
+            players.sampler,
             run.launcher,
+            pause=pause_mode(config),
             run_id=run.run_id,
             policy_version=players.policy_version,
             progress=run.progress,
@@ -76,6 +78,9 @@ class PpoLoop:
         if config.rollout.address:
             # Nobody tells of a service elsewhere that was started again, but its version does.
             players.sampler.on_stale = self._pushes.catch_up
+        self._source = source_of(
+            config, run, players, self._scoring, self._cursor, pushes=self._pushes
+        )
         self._checkpoints = checkpoints_of(config, run, inputs, players)
         key = best_key(config, evaluated_sources(config, inputs))
         self._best = (
@@ -97,13 +102,11 @@ class PpoLoop:
         behind = await self._resume() if config.ckpt.load_enable else 0
         if not behind:
             await self._learners.start()
-        # The rollout services may hold anything: they are told what the policy is.
-        await self._pushes.push("start")
-        for step in range(behind + 1, schedule.num_rollouts + 1):
-            draw = self._cursor.draw(config.rollout.batch_size)
-            if not draw.prompts:  # a filter consumes more prompts a step
-                break
-            await self._step(step, draw)
+        await self._pushes.start()
+        async with self._source.running(behind + 1, schedule.num_rollouts):
+            for step in range(behind + 1, schedule.num_rollouts + 1):
+                if not await self._step(step):
+                    break
         await self._export()
 
     async def _resume(self) -> int:
@@ -121,36 +124,32 @@ class PpoLoop:
         self._run.sinks.rewind(step)
         return step
 
-    async def _step(self, step: int, draw: Draw) -> None:
-        """From prompts to logged numbers."""
+    async def _step(self, step: int) -> bool:
+        """From prompts to logged numbers; False when there are no prompts left."""
         began = time.monotonic()
         run = self._run
-        prompt_ids = [p.prompt_id for p in draw.prompts]
-        plan = {"episode": draw.episode, "first": draw.first, "prompt_ids": prompt_ids}
-        await run.ledger.begin_step(step, policy_version=self._pushes.policy_version, plan=plan)
-        rollout = await self._pipeline.make(
-            step,
-            draw.prompts,
-            episode=draw.episode,
-            policy_version=self._pushes.policy_version,
-            more=lambda count: self._cursor.draw(count, episode=draw.episode).prompts,
-        )
+        work = await self._source.take(step)
+        if work is None:
+            return False
+        rollout = work.rollout
         metrics: Metrics = {f"dropped/{k}": float(v) for k, v in rollout.dropped.items()}
+        metrics |= work.metrics
         if rollout.pass_rate is not None:
             metrics["dynamic_filtering_pass_rate"] = rollout.pass_rate
         if len(rollout.experience):
             metrics |= await self._learn(step, rollout)
         else:
             run.progress.say(f"step {step}: no sample is left, so nothing is trained")
+        self._source.trained(step)
         metrics |= {
-            "episode": float(draw.episode),
+            "episode": float(work.episode),
             "timing/generation": rollout.generation_seconds,
             "timing/make_experience": rollout.seconds - rollout.generation_seconds,
             "timing/step_total": time.monotonic() - began,
         }
         state = {
             "cursor": step,
-            "consumed_prompts": self._cursor.consumed,
+            "consumed_prompts": work.consumed,
             "kl": self._kl.state_dict(),
             "pushes": self._pushes.count,
         }
@@ -168,6 +167,7 @@ class PpoLoop:
             # After the evaluation: the best that a checkpoint knows of includes its own step.
             state["best"] = self._best.state
         await self._checkpoints.after_step(step, state)
+        return True
 
     async def _learn(self, step: int, rollout: Rollout) -> Metrics:
         """Shape, train, push, and steer the KL coefficient."""
@@ -186,6 +186,8 @@ class PpoLoop:
                 began = time.monotonic()
                 await self._pushes.push(f"step {step}")
                 metrics["timing/broadcast"] = time.monotonic() - began
+                if self._config.train.async_enable:
+                    metrics["timing/push_wait"] = self._pushes.pause_seconds
         if "kl" in metrics:
             self._kl.update(metrics["kl"], len(lesson.experience))
         self._log_texts(step, lesson)

@@ -6,19 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quartet.config import PpoConfig
-from quartet.config.derive import groups_in_flight, needs_groups, samples_per_rollout
+from quartet.config.derive import (
+    generate_size,
+    groups_in_flight,
+    max_staleness,
+    needs_groups,
+    samples_per_rollout,
+)
 from quartet.data.samples import Prompt
+from quartet.trainer.ahead import Ahead, AheadSettings
 from quartet.trainer.checkpoints import Checkpoints
 from quartet.trainer.drops import Drops
 from quartet.trainer.evaluate import Evaluation
 from quartet.trainer.evaluators import Evaluators
-from quartet.trainer.filtering import group_filter
+from quartet.trainer.filtering import PromptCursor, group_filter
 from quartet.trainer.generation import Generation, GenerationSettings
 from quartet.trainer.pipeline import Pipeline, PipelineSettings
+from quartet.trainer.pushes import Pushes
 from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run
 from quartet.trainer.scoring import Decode, Scoring
-from quartet.types import SamplingParams
+from quartet.trainer.sources import InTurn, Source
+from quartet.types import PauseMode, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +87,53 @@ def evaluation_of(
     )
 
 
-def pipeline_of(config: PpoConfig, run: Run, players: Players, scoring: Scoring) -> Pipeline:
-    """How a rollout is made, as the flags ask for it."""
-    deterministic = config.train.full_determinism_enable
+def pause_mode(config: PpoConfig) -> PauseMode | None:
+    """What becomes of completions under way when weights are pushed."""
+    if not config.train.async_enable:
+        return None
+    return PauseMode.KEEP if config.train.partial_rollout_enable else PauseMode.DRAIN
+
+
+def source_of(
+    config: PpoConfig,
+    run: Run,
+    players: Players,
+    scoring: Scoring,
+    cursor: PromptCursor,
+    *,
+    pushes: Pushes,
+) -> Source:
+    """Where rollouts come from: ahead of training, or in turn with it."""
     drops = Drops(limit=samples_per_rollout(config))
+    pipeline = _pipeline(config, run, players, scoring, drops)
+    rollout = config.rollout
+    if not config.train.async_enable:
+        return InTurn(
+            pipeline, cursor, batch_size=rollout.batch_size, pushes=pushes, ledger=run.ledger
+        )
+    return Ahead(
+        AheadSettings(
+            batch_size=rollout.batch_size,
+            num_samples=rollout.n_samples_per_prompt,
+            queue_size=config.train.async_queue_size,
+            max_staleness=max_staleness(config),
+            generate_size=generate_size(config),
+            filtering=config.algo.dynamic_filtering_enable,
+        ),
+        pipeline,
+        cursor,
+        pushes=pushes,
+        ledger=run.ledger,
+        drops=drops,
+        progress=run.progress,
+    )
+
+
+def _pipeline(
+    config: PpoConfig, run: Run, players: Players, scoring: Scoring, drops: Drops
+) -> Pipeline:
+    """How a rollout is made."""
+    deterministic = config.train.full_determinism_enable
     generation = Generation(
         generation_settings(config, run), players.sampler, ledger=run.ledger, drops=drops
     )
@@ -92,6 +144,7 @@ def pipeline_of(config: PpoConfig, run: Run, players: Players, scoring: Scoring)
             group_filter=group_filter(config),
             deterministic=deterministic,
             max_groups_in_flight=_groups_in_flight(config, players),
+            learners_last=config.train.async_enable,
         ),
         generation=generation,
         scoring=scoring,

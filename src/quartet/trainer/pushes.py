@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 
 from quartet.errors import FatalError, InfraError
 from quartet.obs.metrics import POLICY_VERSION
 from quartet.obs.progress import Progress
 from quartet.trainer.launch import Launcher
-from quartet.trainer.rooms import Trainee
+from quartet.trainer.rooms import Sampler, Trainee
+from quartet.types import PauseMode
 
 PUSH_REPEATS = 2
 """How often a push that no replica took is tried again before it ends the run."""
@@ -21,8 +24,10 @@ class Pushes:
     def __init__(
         self,
         policy: Trainee,
+        sampler: Sampler,
         launcher: Launcher,
         *,
+        pause: PauseMode | None = None,
         run_id: str,
         policy_version: int,
         progress: Progress,
@@ -31,12 +36,17 @@ class Pushes:
 
         Args:
             policy: The learner.
+            sampler: The rollout replicas.
             launcher: Knows of rollout services that are being started again.
+            pause: What becomes of completions under way while weights are pushed; None where
+                nothing is generated then.
             run_id: Begins the request ids.
             policy_version: The highest version that any service has seen.
             progress: Where to show a push.
         """
         self._policy = policy
+        self._sampler = sampler
+        self._pause = pause
         self._launcher = launcher
         self._run_id = run_id
         self._progress = progress
@@ -44,9 +54,16 @@ class Pushes:
         """Version that the rollout services were given last."""
         self.count = 0
         """Pushes of the run, that at the start included."""
+        self.pause_seconds = 0.0
+        """How long the last push waited for completions under way."""
         self._sends = 0
         self.weights = asyncio.Lock()
         """Held while the policy's weights move: what is pushed in between would be neither."""
+
+    async def start(self) -> None:
+        """Push for the first time: the rollout services may hold anything, and be paused."""
+        await self._sampler.resume()
+        await self.push("start")
 
     async def push(self, when: str) -> None:
         """Have all rollout replicas serve the policy as it is now.
@@ -54,6 +71,26 @@ class Pushes:
         Raises:
             FatalError: none of them took it.
         """
+        async with self._held(when):
+            await self._push(when)
+
+    @asynccontextmanager
+    async def _held(self, when: str) -> AsyncGenerator[None]:
+        """Hold generation as long as the context lasts, so that a version begins everywhere."""
+        if self._pause is None:
+            yield
+            return
+        began = time.monotonic()
+        try:
+            with self._progress.phase(f"{when} pause") as phase:
+                phase.waiting_for = "completions under way"
+                await self._sampler.pause(self._pause)
+            self.pause_seconds = time.monotonic() - began
+            yield
+        finally:
+            await self._sampler.resume()
+
+    async def _push(self, when: str) -> None:
         version = self.policy_version + 1
         repeats = 0
         while problem := await self._send(version, when):

@@ -15,6 +15,7 @@ from quartet.types import (
     GenerateRequest,
     GenerateResult,
     LoadCheckpointResult,
+    PauseMode,
     PushResult,
     RunSpec,
     ScoreBatch,
@@ -35,6 +36,14 @@ class Sampler(Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Complete prompts on a replica that serves."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Hold generation on all replicas between two tokens; returns when it is held."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after a pause; no harm where there was none."""
         ...
 
 

@@ -37,7 +37,7 @@ def test_an_overridden_field_has_its_own():
 
 def test_refused_flags_say_so():
     text = " ".join(help_text(PpoConfig, "quartet train ppo").split())
-    assert "Not in this release: leave the flag away; groups are scored" in text
+    assert "Not in this release: download the model first and give its folder." in text
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,15 @@ class FakeSampler:
     most_in_flight: int = 0
     version: int = 0
     on_stale: object = None
+    pauses: list = field(default_factory=list)
+    """Modes of the pauses, and None for each resume after one."""
+
+    async def pause(self, mode):
+        self.pauses.append(mode)
+
+    async def resume(self):
+        if self.pauses and self.pauses[-1] is not None:
+            self.pauses.append(None)
 
     async def generate(self, request):
         self.log.append(request)
