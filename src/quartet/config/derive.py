@@ -39,6 +39,11 @@ def correction_band(advantage: AdvantageConfig) -> tuple[float, float]:
     return (low[0] if low else 0.0, high)
 
 
+def uses_agent(config: PpoConfig) -> bool:
+    """An agent makes the samples, and judges them: there is no reward service."""
+    return bool(config.train.agent_func_path)
+
+
 def needs_critic(config: PpoConfig) -> bool:
     """Only GAE has a critic."""
     return config.algo.advantage.estimator == "gae"

@@ -37,10 +37,6 @@ _NO_RING = Refusal(
 )
 
 REFUSED: Mapping[str, Refusal] = {
-    "train.agent_func_path": Refusal(
-        why="agents are not in this release",
-        instead="score single answers with --reward.remote_url file.py",
-    ),
     "data.max_images_per_prompt": Refusal(
         why="models of images are not in this release", instead="leave it at 0"
     ),
@@ -107,6 +103,8 @@ EXPLAINED: Mapping[str, str] = {
     "vllm.num_engines": "Counts services of any engine; OpenRLHF has no default.",
     "vllm.enable_prefix_caching": "Only the engine vllm has it.",
     "vllm.enforce_eager": "Only the engine vllm captures graphs.",
+    "train.agent_func_path": "Runs in processes of its own, with a time limit; a sample that fails "
+    "is dropped and counted. OpenRLHF's files run unchanged: docs/agents.md.",
     "vllm.gpu_memory_utilization": "Only the engine vllm reserves memory.",
     "rollout.vllm_generate_batch_size": "Prompts in flight at most. With --train.async_enable also "
     "those that are drawn at once: what is beyond a rollout is kept for the next.",

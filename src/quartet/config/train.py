@@ -64,4 +64,11 @@ class PpoTrainConfig(TrainConfig):
     ema_beta: float = 0.992
     """Weight of the past in that average."""
     agent_func_path: str | None = None
-    """A Python file with an `AgentExecutor` that produces the samples."""
+    """A Python file with an `AgentExecutor` that makes the samples and their rewards."""
+    agent_timeout: float = 600.0
+    """Seconds that an agent's own code may take for one sample; waiting for the policy does not
+    count. A sample beyond it is dropped, and a worker that it blocks is replaced."""
+    agent_num_workers: int = 2
+    """Processes that run the agent."""
+    agent_episodes_per_worker: int = 32
+    """Samples that one of them makes at a time; 1 for an agent whose code blocks."""

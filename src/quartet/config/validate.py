@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quartet.config.checks.adapters import check_adapters
+from quartet.config.checks.agents import check_agent
 from quartet.config.checks.data import (
     check_datasets,
     check_dpo,
@@ -39,6 +40,7 @@ _PPO_CHECKS = (
     check_advantages,
     check_correction,
     check_kl,
+    check_agent,
     check_rewards,
     check_sampling,
     check_batches,

@@ -19,20 +19,12 @@ from quartet.errors import DataError, FatalError, InfraError
 from quartet.obs.progress import Phase, Progress
 from quartet.trainer.drops import reason_of
 from quartet.trainer.experience import Group, Sample
-from quartet.trainer.generation import GenerationSettings, sample_of, unusable
+from quartet.trainer.generation import GenerationSettings, Producer, take
 from quartet.trainer.metrics import Metrics
-from quartet.trainer.pipeline import ISOLATED_SAMPLES, groups_per_call
-from quartet.trainer.rooms import Sampler
+from quartet.trainer.pipeline import ISOLATED_SAMPLES
 from quartet.trainer.scoring import Scoring, failure_reason
 from quartet.trainer.seeds import evaluation_seed
-from quartet.types import (
-    Failure,
-    GenerateRequest,
-    GenerateResult,
-    LogprobKind,
-    PromptGroup,
-    Reward,
-)
+from quartet.types import Failure, PromptGroup, Reward
 
 EVERYTHING = "eval"
 """Begins the names of what is over all data sources; those of source d begin with eval_<d>."""
@@ -46,7 +38,7 @@ class Evaluation:
         settings: GenerationSettings,
         prompts: Sequence[Prompt],
         *,
-        sampler: Sampler,
+        producer: Producer,
         scoring: Scoring,
         max_groups_in_flight: int,
         progress: Progress,
@@ -57,21 +49,21 @@ class Evaluation:
             settings: How they are completed. Isolated calls are made one after the other, each
                 with the same prompts every time.
             prompts: What is completed; each belongs to a data source.
-            sampler: The rollout replicas.
+            producer: Makes samples of prompts.
             scoring: Asks for rewards.
             max_groups_in_flight: Prompts that are completed at once.
             progress: Where to show how far it is.
         """
         self._settings = settings
         self._prompts = prompts
-        self._sampler = sampler
+        self._producer = producer
         self._scoring = scoring
         self._progress = progress
         if settings.isolated:
             self._size = max(1, ISOLATED_SAMPLES // settings.num_samples)
             self._width = 1
         else:
-            self._size = min(groups_per_call(settings), max_groups_in_flight)
+            self._size = min(producer.groups_per_call(settings), max_groups_in_flight)
             self._width = max_groups_in_flight // self._size
 
     async def run(self, step: int, *, policy_version: int) -> Metrics:
@@ -117,20 +109,18 @@ class Evaluation:
         """Fill in the groups' samples; returns the reasons of those that are missing."""
         requests = [self._request(step, group.prompt) for group in groups]
         try:
-            result = await self._sampler.generate(
-                GenerateRequest(
-                    request_id=f"{self._settings.run_id}/generate/{requests[0].group_id}",
-                    groups=tuple(requests),
-                    sampling=self._settings.sampling,
-                    logprob_kind=LogprobKind.PROCESSED,
-                    min_policy_version=policy_version,
-                    isolated=self._settings.isolated,
-                )
+            outcomes = await self._producer.make(
+                groups, requests, settings=self._settings, policy_version=policy_version
             )
         except (DataError, InfraError) as error:
             # Training will find out whether the service is gone for good.
             return [_reason("rollout", error)] * sum(r.num_samples for r in requests)
-        return self._take(groups, requests, result, policy_version)
+        missing: list[str] = []
+        for group, made in zip(groups, outcomes, strict=True):
+            missing += [drop.reason for drop in take(group, made)]
+            for sample in group.samples:
+                _check_version(sample, policy_version)
+        return missing
 
     async def _score(self, groups: Sequence[Group]) -> list[str]:
         """Fill in the groups' rewards; returns the reasons of those that are missing."""
@@ -139,25 +129,6 @@ class Evaluation:
         except (DataError, InfraError) as error:
             return [_reason("reward", error)] * sum(len(g.samples) for g in groups)
         return [failure_reason(failure) for failed in failures for failure in failed.values()]
-
-    def _take(
-        self,
-        groups: Sequence[Group],
-        requests: Sequence[PromptGroup],
-        result: GenerateResult,
-        policy_version: int,
-    ) -> list[str]:
-        """Take over the completions that are there."""
-        missing: list[str] = []
-        for group, asked, answer in zip(groups, requests, result.groups, strict=True):
-            for name, completion in zip(asked.sample_ids, answer.completions, strict=True):
-                if (problem := unusable(completion)) is not None:
-                    missing.append(problem[0])
-                    continue
-                sample = sample_of(name, group, completion, result.replica)
-                _check_version(sample, policy_version)
-                group.samples.append(sample)
-        return missing
 
     def _request(self, step: int, prompt: Prompt) -> PromptGroup:
         """A prompt, with names of its own at each evaluation and the same seeds at all of them."""

@@ -32,16 +32,27 @@ class Sample:
     replica: str
     versions: tuple[VersionSpan, ...] = ()
     """Which weights sampled which tokens of the completion."""
+    action_spans: tuple[tuple[int, int], ...] = ()
+    """Parts [start, end) that the policy sampled, in order and not empty, when an agent put other
+    tokens between them; the last one ends the sample. Without: all that is behind the prompt."""
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.prompt.token_ids)
+        """Tokens before the first one that the policy sampled."""
+        return self.action_spans[0][0] if self.action_spans else len(self.prompt.token_ids)
 
     @property
     def response_length(self) -> int:
-        """Tokens of the completion."""
+        """Tokens of the completion, with those that an agent put into it."""
         return len(self.token_ids) - self.prompt_length
+
+    @property
+    def action_mask(self) -> NDArray[np.bool_]:
+        """[T] True on what the policy sampled."""
+        mask = np.zeros(len(self.token_ids), np.bool_)
+        for start, end in self.action_spans or ((self.prompt_length, len(mask)),):
+            mask[start:end] = True
+        return mask
 
     @property
     def truncated(self) -> bool:
@@ -104,10 +115,8 @@ class Experience:
 
     @property
     def action_mask(self) -> NDArray[np.bool_]:
-        """[N] True on the tokens of completions."""
-        return _join(
-            [np.arange(len(s.token_ids)) >= s.prompt_length for s in self.samples], np.bool_
-        )
+        """[N] True on the tokens that the policy sampled."""
+        return _join([s.action_mask for s in self.samples], np.bool_)
 
     @property
     def rollout_logprobs(self) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -19,11 +20,19 @@ from quartet.types import (
     Failure,
     FinishReason,
     GenerateRequest,
+    GenerateResult,
     LogprobKind,
     LogprobSpec,
     PromptGroup,
+    Reward,
     SamplingParams,
 )
+
+GENERATE_TOKENS = 2048
+"""Tokens that make a Generate call, and those that follow from its answer, worth their price.
+
+Each costs about 2 ms of CPU, and a token costs even a tiny model more than 0.2 ms in all services
+together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,17 +58,107 @@ class GenerationSettings:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Made:
+    """A sample, and its reward where whoever made it also judges it."""
+
+    sample: Sample
+    reward: Reward | None = None
+
+
+class Producer(Protocol):
+    """Makes the samples of prompts: single answers, or an agent's episodes."""
+
+    def groups_per_call(self, settings: GenerationSettings) -> int:
+        """Prompts that are best made together."""
+        ...
+
+    async def make(
+        self,
+        groups: Sequence[Group],
+        requests: Sequence[PromptGroup],
+        *,
+        settings: GenerationSettings,
+        policy_version: int,
+    ) -> list[list[Made | DroppedSample]]:
+        """Make the samples that `requests` name for the prompts of `groups`.
+
+        Raises:
+            DataError: none of them can be made.
+            InfraError: the policy cannot be asked.
+            FatalError: going on makes no sense.
+        """
+        ...
+
+
+class Answers:
+    """Single answers: what the policy says to a prompt, as it is. A reward is still to come."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        """Complete prompts by `sampler`."""
+        self._sampler = sampler
+
+    def groups_per_call(self, settings: GenerationSettings) -> int:
+        """How many groups share a Generate call, which is answered when all of them are done.
+
+        That delays nothing worth having where completions are short. Where they can be long, each
+        group has a call of its own.
+        """
+        longest = settings.sampling.max_new_tokens
+        if longest is None:
+            return 1
+        return max(1, GENERATE_TOKENS // (settings.num_samples * longest))
+
+    async def make(
+        self,
+        groups: Sequence[Group],
+        requests: Sequence[PromptGroup],
+        *,
+        settings: GenerationSettings,
+        policy_version: int,
+    ) -> list[list[Made | DroppedSample]]:
+        """Complete the prompts in one call."""
+        result = await self._sampler.generate(
+            GenerateRequest(
+                request_id=f"{settings.run_id}/generate/{requests[0].group_id}",
+                groups=tuple(requests),
+                sampling=settings.sampling,
+                logprob_kind=LogprobKind.PROCESSED,
+                min_policy_version=policy_version,
+                isolated=settings.isolated,
+            )
+        )
+        check_spec(settings, result)
+        found: list[list[Made | DroppedSample]] = []
+        for group, asked, answer in zip(groups, requests, result.groups, strict=True):
+            made: list[Made | DroppedSample] = []
+            for name, completion in zip(asked.sample_ids, answer.completions, strict=True):
+                problem = unusable(completion)
+                if problem is None:
+                    made.append(Made(sample=sample_of(name, group, completion, result.replica)))
+                else:
+                    reason, message = problem
+                    made.append(DroppedSample(sample_id=name, reason=reason, message=message))
+            found.append(made)
+        return found
+
+
 class Generation:
-    """Completes prompts, and keeps what can be used."""
+    """Has samples made, and keeps what can be used."""
 
     def __init__(
-        self, settings: GenerationSettings, sampler: Sampler, *, ledger: Ledger, drops: Drops
+        self, settings: GenerationSettings, producer: Producer, *, ledger: Ledger, drops: Drops
     ) -> None:
-        """Complete prompts by `sampler`."""
+        """Have samples made by `producer`."""
         self.settings = settings
-        self._sampler = sampler
+        self._producer = producer
         self._ledger = ledger
         self._drops = drops
+
+    @property
+    def groups_per_call(self) -> int:
+        """Prompts that are best made together."""
+        return self._producer.groups_per_call(self.settings)
 
     def request_of(self, prompt: Prompt, *, episode: int) -> PromptGroup:
         """A prompt and its samples' names and seeds."""
@@ -96,33 +195,18 @@ class Generation:
     async def run(
         self, groups: Sequence[Group], requests: Sequence[PromptGroup], *, policy_version: int
     ) -> None:
-        """Complete the prompts of `groups` in one call and fill in their samples."""
-        request = GenerateRequest(
-            request_id=f"{self.settings.run_id}/generate/{requests[0].group_id}",
-            groups=tuple(requests),
-            sampling=self.settings.sampling,
-            logprob_kind=LogprobKind.PROCESSED,
-            min_policy_version=policy_version,
-            isolated=self.settings.isolated,
-        )
+        """Have the samples of `groups` made, and fill them in with the rewards that they bring."""
         try:
-            result = await self._sampler.generate(request)
+            outcomes = await self._producer.make(
+                groups, requests, settings=self.settings, policy_version=policy_version
+            )
         except DataError as error:
             await self._lose_call(requests, error)
             return
-        self._check_spec(result.logprob_spec, result.replica)
-        kept: list[Sample] = []
         lost: list[DroppedSample] = []
-        for group, asked, answer in zip(groups, requests, result.groups, strict=True):
-            for name, completion in zip(asked.sample_ids, answer.completions, strict=True):
-                problem = unusable(completion)
-                if problem is None:
-                    group.samples.append(sample_of(name, group, completion, result.replica))
-                else:
-                    reason, message = problem
-                    lost.append(DroppedSample(sample_id=name, reason=reason, message=message))
-            kept.extend(group.samples)
-        await self._record(kept, lost)
+        for group, made in zip(groups, outcomes, strict=True):
+            lost += take(group, made)
+        await self._record([s for group in groups for s in group.samples], lost)
 
     async def _lose_call(self, requests: Sequence[PromptGroup], error: DataError) -> None:
         """Drop all samples of a call that the engine refused for its data."""
@@ -155,15 +239,30 @@ class Generation:
         for drop in lost:
             self._drops.drop(drop.reason, drop.message)
 
-    def _check_spec(self, found: LogprobSpec, replica: str) -> None:
-        """A wrong behaviour distribution would bias every ratio, so it ends the run."""
-        if found != self.settings.logprob_spec:
-            raise FatalError(
-                f"rollout {replica} gave log-probabilities of {found}, "
-                f"asked were {self.settings.logprob_spec}",
-                reason="LOGPROB_SPEC_MISMATCH",
-                replica=replica,
-            )
+
+def take(group: Group, made: Sequence[Made | DroppedSample]) -> list[DroppedSample]:
+    """Put into a group what was made for it; returns what was not."""
+    for entry in made:
+        if isinstance(entry, Made):
+            group.samples.append(entry.sample)
+            if entry.reward is not None:
+                group.rewards[entry.sample.sample_id] = entry.reward
+    return [entry for entry in made if isinstance(entry, DroppedSample)]
+
+
+def check_spec(settings: GenerationSettings, result: GenerateResult) -> None:
+    """A wrong behaviour distribution would bias every ratio, so it ends the run.
+
+    Raises:
+        FatalError: log-probabilities are of another one than was asked for.
+    """
+    if result.logprob_spec != settings.logprob_spec:
+        raise FatalError(
+            f"rollout {result.replica} gave log-probabilities of {result.logprob_spec}, "
+            f"asked were {settings.logprob_spec}",
+            reason="LOGPROB_SPEC_MISMATCH",
+            replica=result.replica,
+        )
 
 
 def unusable(completion: Completion) -> tuple[str, str] | None:
@@ -184,13 +283,12 @@ def unusable(completion: Completion) -> tuple[str, str] | None:
     return None
 
 
-def sample_of(name: str, group: Group, completion: Completion, replica: str) -> Sample:
-    """The sample that a completion of a group's prompt makes.
+def check_finite(completion: Completion, name: str, replica: str) -> None:
+    """Numbers that are none would end in every ratio.
 
     Raises:
-        FatalError: its log-probabilities are not finite.
+        FatalError: the completion's log-probabilities are not finite.
     """
-    prompt = np.asarray(group.prompt.token_ids, np.int32)
     if not np.isfinite(completion.logprobs).all():
         raise FatalError(
             "the rollout engine gave log-probabilities that are not finite",
@@ -198,6 +296,16 @@ def sample_of(name: str, group: Group, completion: Completion, replica: str) -> 
             sample_id=name,
             replica=replica,
         )
+
+
+def sample_of(name: str, group: Group, completion: Completion, replica: str) -> Sample:
+    """The sample that a completion of a group's prompt makes.
+
+    Raises:
+        FatalError: its log-probabilities are not finite.
+    """
+    prompt = np.asarray(group.prompt.token_ids, np.int32)
+    check_finite(completion, name, replica)
     return Sample(
         sample_id=name,
         group=group.index,

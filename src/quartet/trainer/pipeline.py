@@ -24,7 +24,7 @@ from quartet.trainer.drops import Drops
 from quartet.trainer.evaluators import Evaluators
 from quartet.trainer.experience import Experience, Group, Sample, assemble
 from quartet.trainer.filtering import FILTERED, pass_rate, verdict_on
-from quartet.trainer.generation import Generation, GenerationSettings
+from quartet.trainer.generation import Generation
 from quartet.trainer.lane import Lane
 from quartet.trainer.ledger import DroppedSample, Ledger
 from quartet.trainer.scoring import Scoring, failure_reason
@@ -32,12 +32,6 @@ from quartet.types import Failure, PromptGroup
 
 ISOLATED_SAMPLES = 64
 """Samples of one Generate call in a deterministic run."""
-
-GENERATE_TOKENS = 2048
-"""Tokens that make a Generate call, and those that follow from its answer, worth their price.
-
-Each costs about 2 ms of CPU, and a token costs even a tiny model more than 0.2 ms in all services
-together."""
 
 CALL_TOKENS = 1 << 17
 """Most tokens of one streamed call to a learner or a reference model."""
@@ -252,7 +246,7 @@ class Pipeline:
     async def _stream(self, step: _Step) -> None:
         """Each group goes through on its own; busy services get what waits as one call."""
         most = self._settings.max_groups_in_flight
-        size = min(groups_per_call(self._generation.settings), most)
+        size = min(self._generation.groups_per_call, most)
         slots = asyncio.Semaphore(most // size)
         async with AsyncExitStack() as stack:
             score = await stack.enter_async_context(
@@ -359,18 +353,6 @@ class Pipeline:
         if verdict is FilterVerdict.TOO_FEW_SCORES:
             return "group_too_small", too_small
         return None if verdict is FilterVerdict.KEEP else (FILTERED, str(verdict))
-
-
-def groups_per_call(settings: GenerationSettings) -> int:
-    """How many prompt groups share a Generate call, which is answered when all of them are done.
-
-    That delays nothing worth having where completions are short. Where they can be long, each
-    group has a call of its own.
-    """
-    longest = settings.sampling.max_new_tokens
-    if longest is None:
-        return 1
-    return max(1, GENERATE_TOKENS // (settings.num_samples * longest))
 
 
 def _num_samples(group: Group) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from quartet.agents.pool import AgentSettings
 from quartet.config import PpoConfig
 from quartet.config.derive import (
     generate_size,
@@ -17,10 +18,11 @@ from quartet.data.samples import Prompt
 from quartet.trainer.ahead import Ahead, AheadSettings
 from quartet.trainer.checkpoints import Checkpoints
 from quartet.trainer.drops import Drops
+from quartet.trainer.episodes import Episodes
 from quartet.trainer.evaluate import Evaluation
 from quartet.trainer.evaluators import Evaluators
 from quartet.trainer.filtering import PromptCursor, group_filter
-from quartet.trainer.generation import Generation, GenerationSettings
+from quartet.trainer.generation import Answers, Generation, GenerationSettings, Producer
 from quartet.trainer.pipeline import Pipeline, PipelineSettings
 from quartet.trainer.pushes import Pushes
 from quartet.trainer.rooms import Players
@@ -37,6 +39,8 @@ class PpoInputs:
     prompts: Sequence[Prompt]
     decode: Decode
     tokenizer_fingerprint: str
+    agent: AgentSettings | None = None
+    """Who makes the samples; None for single answers of the policy."""
     eval_prompts: Sequence[Prompt] = ()
     """What the policy is evaluated on; none where there is no evaluation."""
 
@@ -66,6 +70,13 @@ def _groups_in_flight(config: PpoConfig, players: Players) -> int:
     return groups_in_flight(config) or players.max_groups_in_flight
 
 
+def _producer(config: PpoConfig, players: Players) -> Producer:
+    """Who makes samples of prompts."""
+    if players.agents is None:
+        return Answers(players.sampler)
+    return Episodes(players.agents, players.sampler, max_length=config.data.max_len)
+
+
 def evaluation_of(
     config: PpoConfig, run: Run, inputs: PpoInputs, players: Players, scoring: Scoring
 ) -> Evaluation | None:
@@ -80,7 +91,7 @@ def evaluation_of(
             num_samples=config.eval.n_samples_per_prompt,
         ),
         inputs.eval_prompts,
-        sampler=players.sampler,
+        producer=_producer(config, players),
         scoring=scoring,
         max_groups_in_flight=_groups_in_flight(config, players),
         progress=run.progress,
@@ -135,7 +146,10 @@ def _pipeline(
     """How a rollout is made."""
     deterministic = config.train.full_determinism_enable
     generation = Generation(
-        generation_settings(config, run), players.sampler, ledger=run.ledger, drops=drops
+        generation_settings(config, run),
+        _producer(config, players),
+        ledger=run.ledger,
+        drops=drops,
     )
     return Pipeline(
         PipelineSettings(

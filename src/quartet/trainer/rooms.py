@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quartet.agents.pool import AgentPool
 from quartet.types import (
     ForwardOutput,
     ForwardResult,
@@ -110,7 +111,8 @@ class Players:
     """Everybody who takes part in a PPO run."""
 
     sampler: Sampler
-    judge: Judge
+    judge: Judge | None
+    """None where an agent gives the rewards."""
     policy: Trainee
     reference: Reference | None = None
     """None when KL has no weight."""
@@ -122,6 +124,8 @@ class Players:
     """Replicas of the reference model."""
     max_groups_in_flight: int = 64
     """Prompt groups that the rollout replicas take at once."""
+    agents: AgentPool | None = None
+    """Who makes the samples; None for single answers of the policy."""
     judge_wants_token_ids: bool = False
     judge_max_samples: int = 0
     """Most samples of a Score call; 0 is no limit."""

@@ -24,7 +24,7 @@ class Scoring:
 
     def __init__(
         self,
-        judge: Judge,
+        judge: Judge | None,
         decode: Decode,
         *,
         run_id: str,
@@ -35,7 +35,7 @@ class Scoring:
         """Score by `judge`.
 
         Args:
-            judge: The reward replicas.
+            judge: The reward replicas; None where all samples bring their rewards.
             decode: Token ids to text.
             run_id: Begins the request ids.
             tokenizer_fingerprint: Of the policy's tokenizer.
@@ -50,27 +50,32 @@ class Scoring:
         self.max_samples = min(max_samples or CALL_SAMPLES, CALL_SAMPLES)
 
     async def run(self, groups: Sequence[Group]) -> list[dict[str, Failure]]:
-        """Score all samples of `groups` and fill in their rewards.
+        """Score the samples of `groups` that bring no reward, and fill in their rewards.
 
         Returns:
             For each group, the failures by sample id.
         """
-        samples = [s for group in groups for s in group.samples]
+        samples = [s for g in groups for s in g.samples if s.sample_id not in g.rewards]
         outcomes: dict[str, Reward | Failure] = {}
         for start in range(0, len(samples), self.max_samples):
             part = samples[start : start + self.max_samples]
-            outcomes |= _outcomes(part, await self._judge.score(self._request(part)))
+            outcomes |= _outcomes(part, await self._score(self._request(part)))
         failures: list[dict[str, Failure]] = []
         for group in groups:
             failed: dict[str, Failure] = {}
             for sample in group.samples:
-                outcome = outcomes[sample.sample_id]
+                outcome = outcomes.get(sample.sample_id)
                 if isinstance(outcome, Failure):
                     failed[sample.sample_id] = outcome
-                else:
+                elif outcome is not None:
                     group.rewards[sample.sample_id] = outcome
             failures.append(failed)
         return failures
+
+    async def _score(self, request: ScoreRequest) -> ScoreBatch:
+        if self._judge is None:
+            raise FatalError("nobody judges the samples", reason="NO_JUDGE")
+        return await self._judge.score(request)
 
     def text_of(self, sample: Sample) -> str:
         """The completion as text, special tokens kept."""

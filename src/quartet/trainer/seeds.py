@@ -21,6 +21,11 @@ def sample_seed(*, run_seed: int, episode: int, prompt_id: str, index: int) -> i
     return _seed(f"{run_seed}|{sample_id(episode=episode, prompt_id=prompt_id, index=index)}")
 
 
+def turn_seed(sample: int, turn: int) -> int:
+    """Unsigned 64-bit seed of a turn of an agent's episode, from that of its sample."""
+    return sample if turn == 0 else _seed(f"{sample}|turn/{turn}")
+
+
 def evaluation_seed(*, run_seed: int, prompt_id: str, index: int) -> int:
     """Unsigned 64-bit seed of a sample of an evaluation; the same in all evaluations of a run."""
     return _seed(f"{run_seed}|eval/{prompt_id}/{index}")

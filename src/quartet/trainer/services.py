@@ -137,8 +137,9 @@ async def connect_ppo(
 
     policy = await stack.enter_async_context(LearnerClient(addresses["learner"][0], rpc))
     rollouts = await pool(RolloutClient, "rollout")
-    rewards = await pool(RewardClient, "reward")
-    critic = references = None
+    critic = references = rewards = None
+    if "reward" in addresses:
+        rewards = await pool(RewardClient, "reward")
     if "critic" in addresses:
         critic = await stack.enter_async_context(LearnerClient(addresses["critic"][0], rpc))
     if "ref" in addresses:
@@ -148,7 +149,7 @@ async def connect_ppo(
     waited += [("critic", critic)] if critic else []
     waited += [("rollout", c) for c in rollouts.clients]
     waited += [("ref", c) for c in references.clients] if references else []
-    waited += [("reward", c) for c in rewards.clients]
+    waited += [("reward", c) for c in rewards.clients] if rewards else []
     await _connect(config, run, waited)
 
     policy_info = await policy.get_info()
@@ -159,11 +160,13 @@ async def connect_ppo(
     rollout_infos = await _check_rollouts(config, rollouts, policy_info, fingerprint)
     if references is not None:
         await _check_references(config, references, fingerprint)
-    wants_ids, max_samples = await _check_rewards(rewards, fingerprint)
+    wants_ids, max_samples = False, 0
+    if rewards is not None:
+        wants_ids, max_samples = await _check_rewards(rewards, fingerprint)
     tokens = forward_token_budget(config)
     return Players(
         sampler=PooledSampler(rollouts, patience=patience if run.launcher.pids else 0.0),
-        judge=PooledJudge(rewards),
+        judge=PooledJudge(rewards) if rewards is not None else None,
         policy=RemoteTrainee(
             policy,
             forward_tokens=tokens,

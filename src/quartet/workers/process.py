@@ -37,7 +37,7 @@ class UserProcess:
 
     @classmethod
     async def spawn(
-        cls, module: str, path: Path, *, name: str, arguments: Sequence[str] = ()
+        cls, module: str, path: Path, *, name: str, descriptors: Sequence[int] = ()
     ) -> Self:
         """Start a process for the user's file.
 
@@ -45,7 +45,7 @@ class UserProcess:
             module: what `python -m` runs.
             path: the user's file, absolute.
             name: what log lines call it, for example "reward worker".
-            arguments: what the module gets after file and socket.
+            descriptors: more open files that it gets, named after file and socket.
 
         Raises:
             InfraError: no process could be started.
@@ -55,11 +55,11 @@ class UserProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-u", "-m", module),
-                *(str(path), str(theirs.fileno()), *arguments),
+                *(str(path), str(theirs.fileno()), *map(str, descriptors)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *descriptors),
                 start_new_session=True,  # its own process group, so that all of it can be killed
                 env=worker_environment(os.environ),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quartet.config.derive import needs_critic, needs_ref, num_engines
+from quartet.config.derive import needs_critic, needs_ref, num_engines, uses_agent
 from quartet.config.methods import PpoConfig, TrainerConfig
 from quartet.config.tree import wrong
 from quartet.errors import ConfigError
@@ -25,7 +25,7 @@ def check_placement(config: PpoConfig) -> Iterator[ConfigError]:
     if needs_ref(config) and (config.train.colocate_actor_ref or config.train.colocate_all):
         flag = "colocate_all" if config.train.colocate_all else "colocate_actor_ref"
         shared.append((flag, "actor", "ref"))
-    if needs_critic(config) and config.train.colocate_critic_reward:
+    if config.train.colocate_critic_reward and needs_critic(config) and not uses_agent(config):
         shared.append(("colocate_critic_reward", "critic", "reward"))
     if config.train.colocate_all and needs_critic(config):
         shared.append(("colocate_all", "actor", "critic"))
