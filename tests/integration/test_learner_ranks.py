@@ -112,7 +112,7 @@ async def refused_on_both_ranks(learner: LearnerClient, loss, number: int) -> No
     first = np.arange(samples.sequences.num_tokens) < samples.sequences.lengths[0]
     broken = {
         "advantages": np.where(first, -3e38, samples.advantages),
-        "old_logprobs": np.where(first, -1e3, samples.old_logprobs),
+        "old_logprobs": np.where(first, -20.0, samples.old_logprobs),
         "returns": np.where(first, 3e38, samples.returns),
     }
     broken = {name: array.astype(np.float32) for name, array in broken.items()}

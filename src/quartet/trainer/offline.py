@@ -166,7 +166,7 @@ class OfflineLoop(Generic[Row]):
                 result = await self._training.step(
                     step=step, loss=self._lessons.loss, samples=self._lessons.to_samples(batch.rows)
                 )
-                self._means.add(result.metrics, result.num_action_tokens or result.num_samples)
+                self._means.add_step(result)
                 phase.advance(len(batch.rows))
                 self._log(step, batch.epoch, result, time.monotonic() - began)
                 state = {"cursor": step, "means": asdict(self._means)}

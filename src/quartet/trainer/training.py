@@ -37,6 +37,11 @@ class WeightedMeans:
             self.sums[name] = self.sums.get(name, 0.0) + weight * value
             self.weights[name] = self.weights.get(name, 0.0) + weight
 
+    def add_step(self, result: TrainResult) -> None:
+        """Add what a step says of itself, unless it was refused: then it is not finite."""
+        if result.applied:
+            self.add(result.metrics, result.num_action_tokens or result.num_samples)
+
     def means(self) -> dict[str, float]:
         """The means so far."""
         return {
@@ -82,10 +87,10 @@ class TrainingReport:
     num_micro_batches: int = 0
 
     def add(self, result: TrainResult) -> None:
-        """Take in one step. What a refused one says of itself is not finite, and in no mean."""
+        """Take in one step."""
         if result.applied:
             self.first = self.first or dict(result.metrics)
-            self.means.add(result.metrics, result.num_action_tokens or result.num_samples)
+        self.means.add_step(result)
         self.lr, self.grad_norm = result.lr, result.grad_norm
         self.num_steps += 1
         self.num_skipped += not result.applied

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -112,6 +113,22 @@ async def test_logged_numbers(tmp_path):
     assert metrics["grad_norm"] == 0.5
     assert metrics["num_samples_trained"] == 4
     assert metrics["num_tokens"] == 24
+
+
+async def test_a_refused_step_is_in_no_running_mean(tmp_path):
+    """Its loss is NaN: the mean of the epoch goes on without it."""
+
+    class Learner(FakeTrainee):
+        async def train(self, step, samples):
+            result = await super().train(step, samples)
+            return replace(result, metrics={"gpt_loss": result.metrics["policy_loss"]})
+
+    trainee = Learner(not_finite={1})
+    cast = await play(sft_config(tmp_path), sft_lessons(12), tmp_path, trainee)
+    first_epoch = cast.metrics[:3]
+    assert [m["skipped_steps"] for m in first_epoch] == [0.0, 1.0, 0.0]
+    assert math.isnan(first_epoch[1]["gpt_loss"])
+    assert np.isfinite([m["loss_mean"] for m in first_epoch]).all()
 
 
 async def test_evaluation_weighs_by_tokens(tmp_path):
