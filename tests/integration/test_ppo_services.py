@@ -304,3 +304,36 @@ def processes_of(folder):
             if str(folder).encode() in command and int(entry.name) != os.getpid():
                 found.append(int(entry.name))
     return found
+
+
+def test_a_policy_and_a_critic_with_adapters(
+    tmp_path, tiny_model_dir, tiny_reward_model_dir, prompts_file
+):
+    """Two rollouts: the engine follows merged weights, and what is exported is what it serves."""
+    from transformers import AutoModelForCausalLM
+
+    train(
+        *("--actor.model_name_or_path", str(tiny_model_dir)),
+        *("--reward.model_name_or_path", str(tiny_reward_model_dir)),
+        *("--critic.model_name_or_path", str(tiny_reward_model_dir), "--critic.save_value_network"),
+        *("--data.prompt_dataset", str(prompts_file), "--ds.lora.rank", "4"),
+        *("--run.dir", str(tmp_path), "--run.name", "lora", "--train.max_steps", "2"),
+        *("--ckpt.output_dir", str(tmp_path / "model")),
+        *COMMON,
+    )
+    lines = (tmp_path / "lora" / "metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line) for line in lines)
+    assert first["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert first["ppo_ratio_first"] == pytest.approx(1.0, abs=1e-6)
+    assert second["kl"] != 0.0
+    for row in (first, second):
+        assert row["rollout_logprob_gap"] < 1e-4
+        assert row["actor_optimizer_steps"] == row["critic_optimizer_steps"] == 2
+    said = (tmp_path / "lora" / "logs" / "learner.log").read_text()
+    assert "training adapters (rank 4 on " in said
+    before = AutoModelForCausalLM.from_pretrained(tiny_model_dir).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved == {name for name in before if name.endswith("_proj.weight")}
+    assert list((tmp_path / "model" / "adapter").glob("adapter_model.safetensors"))

@@ -67,6 +67,8 @@ class Stored:
     """The stage that DeepSpeed had been given."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of the trained parameters, by name."""
+    adapter_scale: float | None
+    """alpha / rank where adapters were trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +178,7 @@ def describe(folder: Path, tag: str) -> Stored:
         world_size=facts["world_size"],
         zero_stage=facts["zero_stage"],
         shapes={name: tuple(shape) for name, shape in facts["parameters"].items()},
+        adapter_scale=facts.get("adapter_scale"),
     )
 
 
@@ -196,6 +199,15 @@ def check_fits(stored: Stored, model: TrainedModel) -> None:
                 value=stored.path.name,
                 remedy="start the learner with the model, head and adapters that were saved",
             )
+    if stored.adapter_scale != model.adapter_scale:
+        raise RequestError(
+            f"checkpoint {stored.path.name} is of adapters scaled by {stored.adapter_scale}, "
+            f"those here are scaled by {model.adapter_scale}",
+            reason="CHECKPOINT_OF_OTHER_MODEL",
+            field="ds.lora.alpha",
+            value=stored.path.name,
+            remedy="give the --ds.lora.alpha of the run that was saved",
+        )
     index = fragments.read_index(stored.path)
     average_there = stored.spec.ema_beta is None or (stored.path / EMA).is_file()
     if gap := index.first_gap(ours) or ("" if average_there else EMA):
@@ -259,6 +271,7 @@ def _seal(inside: Path, group: RankGroup, moment: Moment, trainer_state: bytes) 
         "world_size": group.world_size,
         "zero_stage": moment.deepspeed.zero_optimization_stage(),
         "parameters": _shapes(moment.model),
+        "adapter_scale": moment.model.adapter_scale,
         "files": files.inventory(inside),
     }
     (inside / FACTS).write_text(json.dumps(facts, indent=1))

@@ -136,6 +136,12 @@ class TrainedModel(nn.Module):
         how = "all weights" if self.adapter_config is None else f"adapters ({self._adapters()})"
         return f"training {how}: {trained:,} parameters, {trained / whole:.2%} of {whole:,}"
 
+    @property
+    def adapter_scale(self) -> float | None:
+        """Factor of what adapters add to a weight; None for a model without."""
+        config = self.adapter_config
+        return None if config is None else config.lora_alpha / config.r
+
     def _adapters(self) -> str:
         config = self.adapter_config
         return f"rank {config.r} on {', '.join(sorted(config.target_modules))}"

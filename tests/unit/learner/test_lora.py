@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from quartet_learner import checkpoint
 from quartet_learner.engine import LearnerEngine
 from quartet_learner.gather import trained_parameters, whole
 from quartet_learner.lora import target_modules
@@ -17,7 +18,7 @@ from quartet_learner.settings import LearnerSettings
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, RequestError
 from quartet.nn.digest import model_digest
 from quartet.types import (
     Head,
@@ -36,6 +37,7 @@ from quartet.weights import manifest_of_model, plan_buckets, unpack_bucket
 
 from .conftest import weights_of
 from .steps import logprobs_of, make_samples, make_sequences, step_of
+from .test_checkpoint import load, run_steps, save
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
@@ -88,7 +90,7 @@ def test_only_adapters_are_trained_and_the_log_says_how_many(make_engine, caplog
     assert "rank 4 on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caplog.text
 
 
-def test_names_and_digest_are_those_of_the_model_without(make_engine, tiny_model_dir):
+def test_fault_42_names_and_digest_are_those_of_the_model_without(make_engine, tiny_model_dir):
     engine = make_engine(**LORA)
     plain = load_base(tiny_model_dir)
     assert served_manifest(engine.model.hf) == manifest_of_model(plain)
@@ -149,7 +151,9 @@ def test_merging_is_in_fp32_whatever_the_weights_are(make_engine):
 
 
 @pytest.mark.parametrize(("head", "loss"), [("value", ValueLoss()), ("reward", PairwiseLoss())])
-def test_a_scalar_head_is_trained_and_saved(make_engine, tmp_path, tiny_model_dir, head, loss):
+def test_fault_06_a_scalar_head_is_trained_and_saved(
+    make_engine, tmp_path, tiny_model_dir, head, loss
+):
     engine = make_engine(head=Head(head), value_head_prefix="v_head", lr=1e-2, **LORA)
     before = engine.model.hf.score.weight.detach().clone()
     trained(engine, loss)
@@ -172,7 +176,7 @@ def test_a_scalar_head_is_trained_and_saved(make_engine, tmp_path, tiny_model_di
     assert extra == {"mean": 0.25, "std": 2.0, "value_head_prefix": "v_head", "num_labels": 1}
 
 
-def test_the_average_is_exported_merged(make_engine, tmp_path):
+def test_fault_07_averages_go_by_name_and_are_exported_merged(make_engine, tmp_path):
     beta = 0.75
     engine = make_engine(lr=1e-2, ema_beta=beta, **LORA)
     average = {n: p.detach().clone() for n, p in trained_parameters(engine.model.hf).items()}
@@ -237,6 +241,38 @@ def test_dropout_is_in_training_alone(make_engine):
     np.testing.assert_array_equal(logprobs_of(engine, sequences), once)
     quiet = trained(make_engine(lr=2e-2, **LORA), steps=3)
     assert not np.array_equal(logprobs_of(quiet, sequences), once)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (2, "bfloat16"), (3, "float32")])
+def test_a_continued_run_is_bit_for_bit_the_undisturbed_one(make_engine, tmp_path, stage, dtype):
+    common = {"zero_stage": stage, "param_dtype": dtype, "lr": 5e-3, "lora_dropout": 0.2, **LORA}
+    engine = make_engine(ema_beta=0.5, **common)
+    run_steps(engine, 0, 2)
+    saved = save(engine, tmp_path, "two")
+    expected = run_steps(engine, 2, 2)
+    # Adam's two states, the average and the fp32 values of adapters; nothing of the frozen base.
+    assert saved.size_bytes < 4 * 4 * engine.num_parameters + 50_000
+    other = make_engine(run_id="other", seed=9, **common)
+    load(other, tmp_path)
+    assert run_steps(other, 2, 2) == expected
+    for name, weight in weights_of(engine).items():
+        assert torch.equal(weight, weights_of(other)[name]), name
+    averages = engine.run.average.values
+    assert all(torch.equal(v, other.run.average.values[n]) for n, v in averages.items())
+
+
+def test_a_checkpoint_of_other_adapters_is_refused(make_engine, tmp_path):
+    save(make_engine(**LORA), tmp_path, "saved")
+    stored = checkpoint.describe(tmp_path, "saved")
+    checkpoint.check_fits(stored, make_engine(**LORA).model)
+    for settings, said in (
+        ({"lora_rank": 8, "lora_alpha": 16}, "another model"),
+        ({"lora_rank": 4, "lora_alpha": 16}, "scaled by 2.0"),
+        ({"lora_targets": ("q_proj",), **LORA}, "another model"),
+        ({}, "another model"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            checkpoint.check_fits(stored, make_engine(**settings).model)
 
 
 def test_a_second_run_begins_with_adapters_of_its_own_seed(make_engine):
