@@ -1,9 +1,14 @@
 """Dynamic filtering on fake players: what is replaced, when it ends, and that resume is exact."""
 
+import asyncio
 import itertools
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quartet.errors import FatalError, InfraError
 from quartet.trainer.drops import Drops
@@ -45,11 +50,11 @@ def new_cast(scores, **players):
     return cast
 
 
-async def play(cast, settings, folder, *, num_prompts=12):
+async def play(cast, chosen, folder, *, num_prompts=12):
     folder.mkdir(parents=True, exist_ok=True)
-    run = cast.run(settings, folder)
+    run = cast.run(chosen, folder)
     try:
-        await PpoLoop(settings, run, inputs(num_prompts), cast.players).run()
+        await PpoLoop(chosen, run, inputs(num_prompts), cast.players).run()
         return await run.ledger.counts(), await run.ledger.drop_reasons()
     finally:
         await run.ledger.close()
@@ -108,6 +113,39 @@ async def test_what_is_accepted_at_the_end_of_the_data_is_trained(tmp_path):
     assert trained(cast) == [[drawn[0]]]
     assert counts == {"trained": 2, "dropped": 10}
     assert cast.metrics[0]["dynamic_filtering_pass_rate"] == pytest.approx(100 / 6)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    fates=st.lists(st.sampled_from([SOLVED, HOPELESS, HALF, HALF, FLAT]), min_size=1, max_size=9),
+    batch=st.integers(1, 4),
+    episodes=st.integers(1, 2),
+)
+def test_nothing_accepted_is_ever_thrown_away(fates, batch, episodes):
+    """Whatever the scores: each prompt is drawn once a pass, and what teaches is trained once."""
+
+    async def run(folder):
+        cast = new_cast(dict(enumerate(fates)))
+        train = {"batch_size": 1, "seed": 7, "num_episodes": episodes}
+        rollout = {"batch_size": batch, "n_samples_per_prompt": 2, "max_new_tokens": 8}
+        chosen = config(train=train, rollout=rollout)
+        counts, _ = await play(cast, chosen, folder, num_prompts=len(fates))
+        return cast, counts
+
+    with TemporaryDirectory() as folder:
+        cast, counts = asyncio.run(run(Path(folder)))
+    good = [number for number, scores in enumerate(fates) if scores == HALF]
+    assert sorted(itertools.chain(*trained(cast))) == sorted(good * episodes)
+    total = 2 * episodes * len(fates)
+    expected = {"trained": 2 * episodes * len(good), "dropped": total - 2 * episodes * len(good)}
+    assert counts == {name: number for name, number in expected.items() if number}
+    rates = [m["dynamic_filtering_pass_rate"] for m in cast.metrics]
+    assert all(0.0 <= rate <= 100.0 for rate in rates)
+    # No step but the last of a pass has fewer groups than it wanted.
+    last = [m["episode"] for m in cast.metrics] + [float(episodes)]
+    for step, metrics in enumerate(cast.metrics):
+        if last[step] == last[step + 1]:
+            assert metrics["rollout/num_samples"] == 2 * batch
 
 
 async def test_an_episode_without_anything_to_learn_is_no_failure(tmp_path):
