@@ -148,7 +148,9 @@ def _configured(command: str, targets: dict[str, _Target], args: Sequence[str]) 
         known_elsewhere=[getattr(config, t.config) for t in (*_TRAIN.values(), *_SERVE.values())],
     )
     import_module("quartet.config.validate").validate(loaded.config)
-    machine = import_module("quartet.config.machine").this_machine()
+    machine = import_module("quartet.config.machine").this_machine(
+        engine_python=import_module("quartet.config.derive").engine_python(loaded.config)
+    )
     if len(flags) < len(rest):
         plan = import_module("quartet.config.plan")
         sys.stdout.write(

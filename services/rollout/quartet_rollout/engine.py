@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quartet.errors import QuartetError
 from quartet.types import (
     GenerateRequest,
     GroupCompletions,
@@ -70,6 +71,10 @@ class Engine(Protocol):
     @property
     def num_in_flight(self) -> int:
         """Completions running or waiting."""
+        ...
+
+    async def failed(self) -> QuartetError:
+        """Wait until it can never complete anything again. Waits for ever where that is not so."""
         ...
 
     async def generate(self, request: GenerateRequest) -> Generated:

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from quartet import __version__
-from quartet.errors import FatalError, StateError, UnavailableError
+from quartet.errors import FatalError, QuartetError, StateError, UnavailableError
 from quartet.obs import metrics
 from quartet.types import (
     AbortWeightsRequest,
@@ -102,6 +102,10 @@ class RolloutRoom:
         )
         self._engine = engine
         metrics.POLICY_VERSION.set(self.policy_version)
+
+    async def failed(self) -> QuartetError:
+        """Wait until the engine is gone for good."""
+        return await self._require_engine().failed()
 
     async def stop(self) -> None:
         """Give up pushes and completions, and let go of the engine."""

@@ -11,7 +11,7 @@ from quartet.api.rollout.v1 import rollout_service_pb2 as pb
 from quartet.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from quartet.config import RolloutServeConfig
 from quartet.data.tokenizer import fingerprint
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, QuartetError
 from quartet.rpc.server import run
 from quartet_rollout.engines import find_engine
 from quartet_rollout.room import RolloutRoom
@@ -54,6 +54,10 @@ class RolloutService:
     async def start(self) -> None:
         """Load the engine."""
         await self.room.start()
+
+    async def failed(self) -> QuartetError:
+        """Wait until the engine is gone for good: then the process ends, to be started again."""
+        return await self.room.failed()
 
     async def stop(self) -> None:
         """Let go of the engine."""

@@ -97,11 +97,16 @@ def num_ranks(config: TrainerConfig, machine: Machine, role: str = "learner") ->
     return section.num_nodes * section.num_gpus_per_node
 
 
+def engine_python(config: object) -> str | None:
+    """The Python of the rollout services that the trainer starts; None is its own."""
+    return config.rollout.python if isinstance(config, PpoConfig) else None
+
+
 def rollout_engine(engine: EngineName, machine: Machine) -> EngineName:
     """The engine that `auto` stands for on a machine."""
     if engine != "auto":
         return engine
-    return "vllm" if machine.has_vllm and machine.num_gpus else "transformers"
+    return "vllm" if machine.has_vllm else "transformers"
 
 
 def attention(implementation: str, machine: Machine) -> str:

@@ -22,6 +22,8 @@ class VllmEngineFields:
     """Give the GPU's memory back while others train; needs `train.colocate_all`."""
     gpu_memory_utilization: float = 0.95
     """Share of the GPU's memory that the engine takes, in (0, 1]."""
+    extra: tuple[str, ...] = ()
+    """Further arguments of vLLM's engine, as key=value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +62,10 @@ class RolloutConfig:
     vllm_generate_batch_size: int | None = None
     """Prompts asked for at a time. None: `batch_size`."""
     engine: EngineName = "auto"
-    """Rollout engine. auto: vLLM where it is installed and there is a GPU, else transformers."""
+    """Rollout engine. auto: vLLM where it is installed, else transformers."""
+    python: str | None = None
+    """Python that runs the rollout services which the trainer starts, for an engine that lives in
+    an environment of its own. None: the trainer's."""
     max_num_sequences: int = 64
     """Completions that one engine works on at the same time."""
     max_groups_in_flight: int | None = None
@@ -77,6 +82,6 @@ class RolloutEngineConfig:
     model_name_or_path: str | None = None
     """The model to generate with until the first weight push."""
     engine: EngineName = "auto"
-    """Rollout engine. auto: vLLM where it is installed and there is a GPU, else transformers."""
+    """Rollout engine. auto: vLLM where it is installed, else transformers."""
     max_num_sequences: int = 64
     """Completions that the engine works on at the same time."""

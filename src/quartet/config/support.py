@@ -19,9 +19,6 @@ from quartet.config.serve import RolloutServeConfig
 from quartet.config.tree import flat, value_of, wrong
 from quartet.errors import ConfigError
 
-ENGINES: tuple[EngineName, ...] = ("transformers",)
-"""Rollout engines of this build."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
@@ -103,11 +100,11 @@ EXPLAINED: Mapping[str, str] = {
     "vllm.num_engines": "Counts services of any engine; OpenRLHF has no default.",
     "vllm.enable_prefix_caching": "Only the engine vllm has it.",
     "vllm.enforce_eager": "Only the engine vllm captures graphs.",
-    "train.agent_func_path": "Runs in processes of its own, with a time limit; a sample that fails "
-    "is dropped and counted. OpenRLHF's files run unchanged: docs/agents.md.",
     "vllm.gpu_memory_utilization": "Only the engine vllm reserves memory.",
     "rollout.vllm_generate_batch_size": "Prompts in flight at most. With --train.async_enable also "
     "those that are drawn at once: what is beyond a rollout is kept for the next.",
+    "train.agent_func_path": "Runs in processes of its own, with a time limit; a sample that fails "
+    "is dropped and counted. OpenRLHF's files run unchanged: docs/agents.md.",
     "train.async_enable": "Old log-probabilities and values are the learners' own, just before "
     "they train; --algo.advantage.is_correction_level corrects for older samples.",
     "rollout.micro_batch_size": "Forward passes are cut by tokens: this many sequences of "
@@ -117,8 +114,9 @@ EXPLAINED: Mapping[str, str] = {
     "--reward.clip_after_baseline is OpenRLHF's order.",
     "reward.stop_properly_penalty_coef": "Never raises a reward; --reward.stop_properly_legacy is "
     "OpenRLHF's rule.",
-    "ds.use_universal_ckpt": "Every checkpoint can be loaded by any number of ranks and at any "
-    "ZeRO stage, with and without this flag.",
+    "ds.adam_offload": "Changes nothing where there is no GPU, and the learner says so.",
+    "ds.use_universal_ckpt": "Every checkpoint can be loaded by any number of ranks and at any ZeRO "
+    "stage, with and without this flag.",
     "ds.attn_implementation": "Where there is no GPU, sdpa takes the place of flash "
     "attention, and the service says so.",
     "ds.lora.rank": "A scalar head is trained whole and saved; pushes and exports carry the merged "
@@ -163,12 +161,5 @@ def unsupported(config: Any) -> Iterator[ConfigError]:
 
 
 def wanted_engine(config: PpoConfig | RolloutServeConfig, machine: Machine) -> EngineName:
-    """The engine that a command line asks for, be it in this build or not.
-
-    `auto` comes down to what this build has, unless one engine is to work on several GPUs: only
-    vLLM does that.
-    """
-    engine = rollout_engine(config.rollout.engine, machine)
-    if config.rollout.engine != "auto" or engine in ENGINES:
-        return engine
-    return engine if config.vllm.tensor_parallel_size > 1 else ENGINES[0]
+    """The engine that a command line asks for, be it on this machine or not."""
+    return rollout_engine(config.rollout.engine, machine)

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -51,6 +51,15 @@ class Service(Protocol):
 
     async def stop(self) -> None:
         """Let go of everything. Called once, also when `start` failed or was cancelled."""
+        ...
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """A Service that can find itself unable to serve again: its process ends, with code 1."""
+
+    async def failed(self) -> QuartetError:
+        """Wait until that is so; the error says why."""
         ...
 
 
@@ -116,7 +125,8 @@ def run(service: Service, rpc: RpcConfig, metrics_config: MetricsConfig) -> int:
     """Serve until SIGTERM or SIGINT. Blocks; returns the exit code of the process.
 
     Returns:
-        0 after an orderly end, 1 when the service could not start or stop, 2 for wrong settings.
+        0 after an orderly end, 1 when the service could not start, go on or stop, 2 for wrong
+        settings.
     """
     log.configure(service.name)
     if rpc.ready_file:
@@ -150,7 +160,7 @@ async def _run(service: Service, rpc: RpcConfig, metrics_config: MetricsConfig) 
     if code is None:
         server.set_serving(True)
         _logger.info("serving on %s", address)
-        await stop.wait()
+        code = await _serve(service, stop)
     await server.drain()
     if not await _stop(service):
         code = 1
@@ -160,6 +170,22 @@ async def _run(service: Service, rpc: RpcConfig, metrics_config: MetricsConfig) 
         lifetime.leave(code)
     _logger.info("stopped")
     return code or 0
+
+
+async def _serve(service: Service, stop: asyncio.Event) -> int | None:
+    """Wait for the end. None when told to stop, 1 when the service cannot go on."""
+    if not isinstance(service, Mortal):
+        await stop.wait()
+        return None
+    stopping = asyncio.ensure_future(stop.wait())
+    failing = asyncio.ensure_future(service.failed())
+    await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not failing.done():
+        failing.cancel()
+        return None
+    _logger.error("the service cannot go on: %s", failing.result())
+    return 1
 
 
 async def _start(service: Service, stop: asyncio.Event) -> int | None:

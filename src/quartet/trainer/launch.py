@@ -52,6 +52,8 @@ class LocalService:
     """What it is: rollout, reward, ref or learner."""
     settings: str
     """Its configuration as YAML."""
+    python: str = sys.executable
+    """The Python that runs it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables beside the trainer's own."""
     max_restarts: int = 0
@@ -321,7 +323,7 @@ class Launcher:
 def serve_command(service: LocalService, settings: Path, ready: Path) -> list[str]:
     """Command line of `quartet serve` for a service."""
     return [
-        *(sys.executable, "-m", "quartet", "serve", service.room),
+        *(service.python, "-m", "quartet", "serve", service.room),
         *("--config", str(settings)),
         *("--rpc.port", "0"),
         *("--rpc.ready_file", str(ready)),

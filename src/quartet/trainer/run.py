@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from quartet.config import TrainerConfig
+from quartet.config.derive import engine_python
 from quartet.config.files import to_yaml
 from quartet.config.machine import this_machine
 from quartet.config.notes import notes
@@ -83,7 +84,7 @@ def conduct(config: TrainerConfig, prepare: Callable[[Progress], Job]) -> int:
     claimed = False
     try:
         with _sigterm_as_interrupt():
-            for note in notes(config, this_machine()):
+            for note in notes(config, this_machine(engine_python=engine_python(config))):
                 progress.say(f"note: {note}")
             check_models(config)
             job = prepare(progress)

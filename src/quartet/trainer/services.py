@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
@@ -16,7 +17,7 @@ from quartet.clients import (
     RolloutClient,
 )
 from quartet.config import DpoConfig, PpoConfig, TrainerConfig
-from quartet.config.derive import forward_token_budget, push_backend
+from quartet.config.derive import engine_python, forward_token_budget, push_backend
 from quartet.config.files import to_yaml
 from quartet.config.machine import this_machine
 from quartet.config.placement import places
@@ -49,6 +50,7 @@ def local_services(config: TrainerConfig) -> list[LocalService]:
             role=place.name,
             room="learner" if place.role == "critic" else place.role,
             settings=to_yaml(serve_config_for(place.role, config)),
+            python=(engine_python(config) if place.role == "rollout" else None) or sys.executable,
             env=_environment(place.gpus),
             max_restarts=config.launch.max_restarts if place.role in RESTARTED else 0,
             remedy=way_on(config),

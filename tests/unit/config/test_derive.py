@@ -71,6 +71,7 @@ def test_engines():
     assert rollout_engine("auto", CPU) == "transformers"
     assert rollout_engine("auto", Machine(num_gpus=1)) == "transformers"
     assert rollout_engine("auto", EIGHT) == "vllm"
+    assert rollout_engine("auto", Machine(has_vllm=True)) == "vllm"
     assert rollout_engine("transformers", EIGHT) == "transformers"
     assert rollout_engine("vllm", CPU) == "vllm"
 
@@ -132,3 +133,12 @@ def test_push_backend(values: dict[str, object], machine: Machine, backend: str)
 def test_hidden_gpus_are_not_there():
     assert this_machine({"CUDA_VISIBLE_DEVICES": ""}).num_gpus == 0
     assert this_machine({"CUDA_VISIBLE_DEVICES": "-1"}).num_gpus == 0
+
+
+def test_the_engine_is_looked_for_where_it_would_run(tmp_path):
+    python = tmp_path / "python"
+    for code, has_vllm in ((0, True), (1, False)):
+        python.write_text(f"#!/bin/sh\nexit {code}\n")
+        python.chmod(0o755)
+        assert this_machine({}, engine_python=str(python)).has_vllm is has_vllm
+    assert not this_machine({}, engine_python=str(tmp_path / "none")).has_vllm

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,10 +178,17 @@ def test_engines():
     ]
     assert found(config.PpoConfig, {"rollout.engine": "vllm"}) == ["rollout.engine"]
     assert found(config.RolloutServeConfig, {"rollout.engine": "vllm"}) == ["rollout.engine"]
-    assert found(config.RolloutServeConfig, {"vllm.tensor_parallel_size": 2}, EIGHT) == [
-        "rollout.engine"
-    ]
+    assert found(config.RolloutServeConfig, {"vllm.tensor_parallel_size": 2}, EIGHT) == []
     assert found(config.RolloutServeConfig, {}, EIGHT) == []
+    assert found(config.RolloutServeConfig, {"rollout.engine": "vllm"}, EIGHT) == []
+
+
+def test_the_python_of_the_rollout_services():
+    assert found(config.PpoConfig, {"rollout.python": "/no/python"}) == ["rollout.python"]
+    assert found(config.PpoConfig, {"rollout.python": sys.executable}) == []
+    without = {"rollout.python": sys.executable, "rollout.engine": "vllm"}
+    [error] = obstacles(build(config.PpoConfig, without, {}), CPU)
+    assert sys.executable in str(error)
 
 
 def test_push_backends():

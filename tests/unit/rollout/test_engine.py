@@ -171,10 +171,10 @@ async def test_wrong_settings_are_config_errors(serve_config):
     with pytest.raises(ConfigError, match="/nowhere"):
         async with open_engine(missing):
             pass
-    with pytest.raises(ConfigError, match=r"vllm is not in this build.*transformers"):
-        find_engine("vllm")
+    with pytest.raises(ConfigError, match=r"openai is not in this build.*transformers, vllm"):
+        find_engine("openai")
     assert find_engine("auto") is open_engine
-    assert list(ENGINES) == ["transformers"]
+    assert list(ENGINES) == ["transformers", "vllm"]
 
 
 async def test_max_len_bounds_the_context(serve_config):

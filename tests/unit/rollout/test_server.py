@@ -36,7 +36,7 @@ def group(**rest):
     ("changes", "words"),
     [
         ({"model_name_or_path": None}, ["rollout.model_name_or_path"]),
-        ({"engine": "vllm"}, ["vllm", "not in this build", "transformers"]),
+        ({"engine": "vllm"}, ["vllm", "not installed", "transformers"]),
     ],
 )
 def test_wrong_settings_end_with_2_before_anything_starts(serve_config, capsys, changes, words):

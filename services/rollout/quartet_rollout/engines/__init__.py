@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import cast
 
 from quartet.config.derive import rollout_engine
@@ -13,15 +14,19 @@ from quartet_rollout.engine import OpenEngine
 
 ENGINES: dict[EngineName, str] = {
     "transformers": "quartet_rollout.engines.transformers",
+    "vllm": "quartet_rollout.engines.vllm",
 }
 """Engine name -> module with `open_engine`."""
+
+PACKAGES: dict[EngineName, str] = {"vllm": "vllm"}
+"""Engine name -> package that it needs and that a rollout service may lack."""
 
 
 def find_engine(name: EngineName) -> OpenEngine:
     """The way to open an engine; `auto` takes the best that this build and this machine have.
 
     Raises:
-        ConfigError: There is no such engine in this build.
+        ConfigError: There is no such engine in this build, or its package is not installed.
     """
     module = ENGINES.get(name)
     if name == "auto":
@@ -32,5 +37,14 @@ def find_engine(name: EngineName) -> OpenEngine:
             field="rollout.engine",
             value=name,
             remedy=f"use auto or {', '.join(ENGINES)}",
+        )
+    package = PACKAGES.get(name)
+    if package and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"rollout.engine {name}: the package {package} is not installed",
+            field="rollout.engine",
+            value=name,
+            remedy="`make setup-vllm` makes an environment with it for CPUs; or use rollout.engine "
+            "transformers",
         )
     return cast("OpenEngine", importlib.import_module(module).open_engine)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from quartet.errors import FatalError, RequestError
+from quartet.errors import FatalError, QuartetError, RequestError
 from quartet.nn.digest import model_digest
 from quartet.types import (
     GenerateRequest,
@@ -73,6 +73,10 @@ class TransformersEngine:
     def num_in_flight(self) -> int:
         """Completions running or waiting. Read from another thread: a moment old at most."""
         return self._scheduler.num_in_flight
+
+    async def failed(self) -> QuartetError:
+        """Lives as long as its process: a step that fails ends the calls in flight alone."""
+        return await asyncio.get_running_loop().create_future()
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Complete all groups; see the Protocol."""
