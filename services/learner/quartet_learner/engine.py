@@ -49,7 +49,12 @@ from quartet_learner.group import RankGroup, import_deepspeed
 from quartet_learner.lora import reset_adapters
 from quartet_learner.microbatch import step_counts
 from quartet_learner.model import init_head, load_model
-from quartet_learner.optim import build_optimizer, build_schedule, deepspeed_config
+from quartet_learner.optim import (
+    build_optimizer,
+    build_schedule,
+    deepspeed_config,
+    offloads,
+)
 from quartet_learner.samples import names_of
 from quartet_learner.settings import LearnerSettings
 from quartet_learner.step import take_step
@@ -99,6 +104,11 @@ class LearnerEngine:
         self.run: Run | None = None
         quiet_libraries()
         check_dtype(settings)
+        if settings.adam_offload and not offloads(settings) and group.rank == 0:
+            log.warning(
+                "ds.adam_offload changes nothing here: without a GPU the optimizer is in main "
+                "memory as it is"
+            )
         set_determinism(settings.seed, settings.full_determinism)
         self.model, self._head_is_new = load_model(settings)
         self.num_parameters = self.model.num_parameters()

@@ -47,14 +47,38 @@ def build_optimizer(
     groups = parameter_groups(model.named_parameters(), config.weight_decay)
     if config.type == "muon":
         return build_muon(model.hf, config, config.muon or MuonConfig(), groups)
-    if settings.adam_offload:
-        remove_stale_build_locks()
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(
-            groups, lr=config.lr, betas=config.betas, eps=config.eps, adamw_mode=True
-        )
+    if offloads(settings):
+        return _build_cpu_adam(config, groups)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def offloads(settings: LearnerSettings) -> bool:
+    """Whether the optimizer is to live elsewhere than the weights.
+
+    A learner that trains on the CPU has it in main memory as it is. There the flag would only
+    exchange torch's fused AdamW for one that has to be compiled.
+    """
+    return settings.adam_offload and torch.cuda.is_available()
+
+
+def _build_cpu_adam(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW for the CPU; the first one on a machine is compiled, in minutes."""
+    from deepspeed.git_version_info import installed_ops
+    from torch.utils.cpp_extension import get_default_build_root
+
+    remove_stale_build_locks()
+    root = Path(get_default_build_root())
+    if not installed_ops.get("cpu_adam") and not any(root.glob("*/cpu_adam/cpu_adam*.so")):
+        log.warning(
+            "compiling DeepSpeed's AdamW for the CPU: about four minutes of one core, once; "
+            "it is kept in %s",
+            root,
+        )
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, adamw_mode=True
+    )
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> Any:
@@ -106,9 +130,22 @@ def effective_zero_stage(settings: LearnerSettings) -> int:
     with empty gradients at start, which spoils Adam's bias correction. Offloading needs a stage
     that has an optimizer of its own, too.
     """
-    if settings.param_dtype != "float32" or settings.adam_offload:
-        return max(settings.zero_stage, 1)
+    if settings.param_dtype != "float32" or offloads(settings):
+        # Stage 1 that adds bf16 gradients up in fp32 is another engine, without stage 1's states.
+        other_engine = settings.param_dtype == "bfloat16" and accumulated_in(settings) == "fp32"
+        return max(settings.zero_stage, 2 if other_engine else 1)
     return settings.zero_stage
+
+
+def accumulated_in(settings: LearnerSettings) -> str | None:
+    """DeepSpeed's name of the type that micro-batches' gradients add up in.
+
+    Beside bf16 weights it would add up in bf16, and lose the small ones of a step of many
+    micro-batches.
+    """
+    if settings.grad_accum_dtype is None and settings.param_dtype == "bfloat16":
+        return "fp32"
+    return settings.grad_accum_dtype
 
 
 def deepspeed_config(settings: LearnerSettings, spec: RunSpec, world_size: int) -> dict[str, Any]:
@@ -120,7 +157,7 @@ def deepspeed_config(settings: LearnerSettings, spec: RunSpec, world_size: int) 
         "contiguous_gradients": True,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
-    if settings.adam_offload:
+    if offloads(settings):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if stage == 3 and settings.zpg > 1:
         zero["zero_hpz_partition_size"] = settings.zpg
@@ -137,8 +174,8 @@ def deepspeed_config(settings: LearnerSettings, spec: RunSpec, world_size: int) 
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
     elif settings.param_dtype == "float16":
         config["fp16"] = {"enabled": True, "initial_scale_power": 16}
-    if settings.grad_accum_dtype is not None:
-        config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
+    if accumulated_in(settings) is not None:
+        config["data_types"] = {"grad_accum_dtype": accumulated_in(settings)}
     return config
 
 

@@ -58,7 +58,7 @@ class TrainingFields(LoadConfig):
     adam_offload: bool = False
     """Keep the optimizer's states, and its step, in main memory."""
     grad_accum_dtype: str | None = None
-    """Type in which gradients are accumulated: fp32, bf16, fp16. None: DeepSpeed decides."""
+    """Type in which gradients are accumulated: fp32, bf16, fp16. None: fp32."""
     overlap_comm: bool = False
     """Reduce gradients while the backward pass goes on."""
     deepcompile: bool = False
