@@ -51,6 +51,11 @@ class RewardRoom:
         )
         QUEUE_DEPTH.labels(queue="reward").set_function(lambda: self._require_batcher().num_waiting)
 
+    @property
+    def is_serving(self) -> bool:
+        """True between the end of `start` and a sleep."""
+        return self._batcher is not None and not self._is_asleep
+
     async def stop(self) -> None:
         """Release the scorer."""
         await self._scorer.stop()

@@ -51,7 +51,7 @@ from quartet.config.output import (
     RunConfig,
     WandbConfig,
 )
-from quartet.config.rpc import MetricsConfig, RpcConfig
+from quartet.config.rpc import HttpFrontConfig, MetricsConfig, RpcConfig
 from quartet.config.sampling import (
     RolloutConfig,
     RolloutEngineConfig,
@@ -82,6 +82,7 @@ __all__ = [
     "DpoRefConfig",
     "EvalConfig",
     "HeadLoadConfig",
+    "HttpFrontConfig",
     "KlConfig",
     "LaunchConfig",
     "LearnerConfig",

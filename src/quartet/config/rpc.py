@@ -67,6 +67,33 @@ class MetricsConfig:
     """TCP port that the metrics are served on; unset serves none, 0 takes any free one."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpFrontConfig:
+    """Where a reward service also answers `POST /get_reward`, as OpenRLHF's serve_rm does."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int | None = None
+    """TCP port to listen on; unset listens on none, 0 takes any free one."""
+
+    def check(self, *, insecure: bool) -> None:
+        """Raise ConfigError for an address that cannot, or must not, be served."""
+        if self.port is None:
+            return
+        if not 0 <= self.port <= 65535:
+            raise _wrong(
+                "port", self.port, "is no TCP port", "give 0 (any free port) to 65535", "http"
+            )
+        if not insecure and not is_local(self.host):
+            raise _wrong(
+                "host",
+                self.host,
+                "can be reached from other machines, and HTTP is plain text",
+                "listen on 127.0.0.1, or pass --rpc.insecure on a private network",
+                "http",
+            )
+
+
 def is_local(host: str) -> bool:
     """True when `host` is a unix socket or loopback: nobody on another machine can reach it."""
     if host.startswith("unix:") or host == "localhost":
@@ -77,7 +104,8 @@ def is_local(host: str) -> bool:
         return False
 
 
-def _wrong(name: str, value: object, problem: str, remedy: str) -> ConfigError:
-    return ConfigError(
-        f"rpc.{name} {value} {problem}", field=f"rpc.{name}", value=str(value), remedy=remedy
-    )
+def _wrong(
+    name: str, value: object, problem: str, remedy: str, section: str = "rpc"
+) -> ConfigError:
+    flag = f"{section}.{name}"
+    return ConfigError(f"{flag} {value} {problem}", field=flag, value=str(value), remedy=remedy)

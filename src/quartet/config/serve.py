@@ -12,7 +12,7 @@ from quartet.config.data import TokenizerFields
 from quartet.config.ds import HeadLoadConfig, LoadConfig, PpoDsConfig
 from quartet.config.launch import LearnerModelConfig, RefModelConfig
 from quartet.config.models import RewardSourceFields
-from quartet.config.rpc import MetricsConfig, RpcConfig
+from quartet.config.rpc import HttpFrontConfig, MetricsConfig, RpcConfig
 from quartet.config.sampling import RolloutEngineConfig, VllmEngineFields
 from quartet.config.train import DeterminismFields
 
@@ -53,6 +53,8 @@ class RewardServeConfig(ServiceFields):
     """Where rewards come from."""
     ds: HeadLoadConfig = field(default_factory=HeadLoadConfig)
     """Model loading."""
+    http: HttpFrontConfig = field(default_factory=HttpFrontConfig)
+    """HTTP beside gRPC."""
     batch_size: int | None = None
     """Sequences of one forward pass. None: as many as are asked for together."""
 

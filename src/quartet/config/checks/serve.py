@@ -47,6 +47,8 @@ def check_service(config: ServeConfig) -> Iterator[ConfigError]:
                 )
     try:
         config.rpc.check()
+        if isinstance(config, RewardServeConfig):
+            config.http.check(insecure=config.rpc.insecure)
     except ConfigError as error:
         yield error
 
