@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -89,3 +90,45 @@ def test_sft_learns_and_a_reward_model_and_dpo_learn_from_it(tmp_path, tiny_mode
     assert last["acc_mean"] == 1.0
     assert last["eval_loss"] < math.log(2)
     assert last["chosen_reward"] > last["reject_reward"]
+
+
+def test_both_with_adapters(tmp_path, tiny_model_dir):
+    """The reward model starts from the merged language model, and keeps its trained head."""
+    answers = write(
+        tmp_path / "sft.jsonl",
+        [{"input": f"What is {i} + 1?", "output": f" It is {i + 1}."} for i in range(8)],
+    )
+    common = (
+        *("--run.dir", str(tmp_path), "--data.max_len", "64", "--train.batch_size", "4"),
+        *("--ds.lora.rank", "4", "--adam.lr", "1e-2", "--train.max_epochs", "3"),
+    )
+    train(
+        "sft",
+        *("--model.model_name_or_path", str(tiny_model_dir), "--data.dataset", answers),
+        *("--data.output_key", "output", "--run.name", "sft"),
+        *("--ckpt.output_dir", str(tmp_path / "lm"), *common),
+    )
+    steps = metrics(tmp_path / "sft", "train")
+    assert steps[-1]["gpt_loss"] < steps[0]["gpt_loss"]
+    assert (tmp_path / "lm" / "adapter" / "adapter_config.json").is_file()
+
+    pairs = write(
+        tmp_path / "pairs.jsonl",
+        [
+            {"prompt": f"Say {i}.", "chosen": f" good day {i}", "rejected": f" bad night {i}"}
+            for i in range(8)
+        ],
+    )
+    train(
+        "rm",
+        *("--model.model_name_or_path", str(tmp_path / "lm"), "--data.dataset", pairs),
+        *("--data.prompt_key", "prompt", "--run.name", "rm"),
+        *("--ckpt.output_dir", str(tmp_path / "rm-model"), *common),
+    )
+    assert metrics(tmp_path / "rm", "eval")[-1]["acc_mean"] == 1.0
+    config = json.loads((tmp_path / "rm-model" / "config.json").read_text())
+    beside = json.loads((tmp_path / "rm-model" / "adapter" / "model_config.json").read_text())
+    assert (beside["mean"], beside["std"]) == (config["mean"], config["std"])
+    head = load_file(tmp_path / "rm-model" / "model.safetensors")["score.weight"]
+    adapter = load_file(tmp_path / "rm-model" / "adapter" / "adapter_model.safetensors")
+    assert head.equal(adapter["base_model.model.score.weight"])
