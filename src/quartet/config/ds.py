@@ -96,6 +96,7 @@ class PpoDsConfig(LmDsConfig):
     """Training of policy and critic; also what `quartet serve learner` reads."""
 
     enable_sleep: bool = False
-    """Move the optimizer's states to main memory while others use the GPU."""
+    """Move models and optimizer states to main memory while others work; needs
+    `train.colocate_all`."""
     value_head_prefix: str = "score"
     """Name of the scalar head; `value_head_prefix` in the model's config.json wins."""

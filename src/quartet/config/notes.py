@@ -129,6 +129,16 @@ def _ppo_algorithm(config: PpoConfig, given: set[str]) -> Iterator[str]:
     filtering = {"algo.dynamic_filtering_range", "algo.dynamic_filtering_mean_only"} & given
     if filtering and not config.algo.dynamic_filtering_enable:
         yield f"{', '.join(sorted(filtering))}: no effect without --algo.dynamic_filtering_enable."
+    if config.train.colocate_all and config.train.async_enable:
+        yield (
+            "train.colocate_all: engines that generate during training have GPUs of their own; "
+            "only the other models share."
+        )
+    if config.train.async_enable and config.algo.advantage.is_correction_level == "off":
+        yield (
+            "train.async_enable: samples may be of older weights, and nothing corrects for that; "
+            "see --algo.advantage.is_correction_level."
+        )
     if config.train.colocate_all and config.train.colocate_critic_reward:
         yield "train.colocate_critic_reward: colocate_all shares all GPUs already."
 

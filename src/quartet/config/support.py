@@ -66,14 +66,6 @@ REFUSED: Mapping[str, Refusal] = {
         why="ModelScope downloads are not in this release",
         instead="download the model first and give its folder",
     ),
-    "vllm.enable_sleep": Refusal(
-        why="engines do not sleep between the phases in this release",
-        instead="lower --vllm.gpu_memory_utilization so that all models fit",
-    ),
-    "ds.enable_sleep": Refusal(
-        why="learners do not sleep between the phases in this release",
-        instead="use --ds.adam_offload to keep the optimizer in main memory",
-    ),
     "local_rank": Refusal(
         why="Quartet starts its own processes",
         instead="start `quartet train` once, without deepspeed or torchrun",
@@ -109,6 +101,10 @@ EXPLAINED: Mapping[str, str] = {
     "they train; --algo.advantage.is_correction_level corrects for older samples.",
     "rollout.micro_batch_size": "Forward passes are cut by tokens: this many sequences of "
     "data.max_len.",
+    "ds.enable_sleep": "Policy, critic, reference and reward model leave the GPU while others "
+    "work; an error without --train.colocate_all.",
+    "vllm.enable_sleep": "An error without --train.colocate_all, which OpenRLHF answers by leaving "
+    "it off.",
     "logger.wandb.key": "Never written to the run's files or logs.",
     "reward.clip_range": "Clips rewards before the baseline is taken off; "
     "--reward.clip_after_baseline is OpenRLHF's order.",
@@ -159,6 +155,13 @@ def unsupported(config: Any) -> Iterator[ConfigError]:
         if reason is not None and value != default:
             shown = None if isinstance(value, bool) else value
             yield wrong(name, shown, reason.why, reason.instead)
+    if isinstance(config, PpoConfig) and config.ds.enable_sleep and config.ds.zero_stage == 3:
+        yield wrong(
+            "ds.enable_sleep",
+            None,
+            "what ZeRO stage 3 holds cannot leave the GPU in this release",
+            "use --ds.zero_stage 2, or --ds.adam_offload to keep the optimizer in main memory",
+        )
 
 
 def wanted_engine(config: PpoConfig | RolloutServeConfig, machine: Machine) -> EngineName:

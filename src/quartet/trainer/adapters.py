@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quartet.clients import (
+    Client,
     LearnerClient,
     RefClient,
     ReplicaPool,
@@ -36,6 +38,8 @@ from quartet.types import (
     TrainSamples,
     TrainStep,
 )
+
+AnyClient = TypeVar("AnyClient", bound=Client)
 
 STALE_PAUSE_SECONDS = 0.2
 """Pause before a stale replica is asked again: nothing tells a caller of a push to it."""
@@ -88,6 +92,14 @@ class PooledSampler:
     async def resume(self) -> None:
         """Go on, also where a replica seemed away."""
         await self._tell(self._pool.clients, lambda client: client.resume())
+
+    async def sleep(self, level: int) -> None:
+        """Free the memory of all replicas."""
+        await _each(self._pool, lambda client: client.sleep(level=level))
+
+    async def wake(self, tags: Sequence[str] = ()) -> None:
+        """Take the memory of all replicas back."""
+        await _each(self._pool, lambda client: client.wake(tags=tags))
 
     async def _tell(
         self, clients: Sequence[RolloutClient], call: Callable[[RolloutClient], Awaitable[object]]
@@ -143,6 +155,14 @@ class PooledJudge:
             ),
         )
 
+    async def sleep(self) -> None:
+        """Free the memory of all replicas."""
+        await _each(self._pool, lambda client: client.sleep())
+
+    async def wake(self) -> None:
+        """Take it again."""
+        await _each(self._pool, lambda client: client.wake())
+
 
 class PooledReference:
     """`Reference` over replicas of the reference model."""
@@ -167,6 +187,14 @@ class PooledReference:
                 timeout=left,
             ),
         )
+
+    async def sleep(self) -> None:
+        """Free the memory of all replicas."""
+        await _each(self._pool, lambda client: client.sleep())
+
+    async def wake(self) -> None:
+        """Take it again."""
+        await _each(self._pool, lambda client: client.wake())
 
 
 class RemoteTrainee:
@@ -256,3 +284,23 @@ class RemoteTrainee:
     async def load_checkpoint(self, *, folder: str, tag: str) -> LoadCheckpointResult:
         """Go on from a checkpoint."""
         return await self._client.load_checkpoint(folder=folder, tag=tag)
+
+    async def sleep(self) -> None:
+        """Free the learner's device."""
+        await self._client.sleep()
+
+    async def wake(self) -> None:
+        """Take its memory back."""
+        await self._client.wake()
+
+
+async def _each(
+    pool: ReplicaPool[AnyClient], call: Callable[[AnyClient], Awaitable[object]]
+) -> None:
+    """Make a call to every replica at once. One that is away comes back awake."""
+
+    async def one(client: AnyClient) -> None:
+        with contextlib.suppress(InfraError):
+            await call(client)
+
+    await asyncio.gather(*(one(client) for client in pool.clients))

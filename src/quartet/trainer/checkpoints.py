@@ -15,7 +15,7 @@ import asyncio
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Checkpoints:
         run_id: str,
         counted_by: Mapping[str, Any],
         progress: Progress,
+        before_write: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Look after the checkpoints of a run.
 
@@ -63,7 +64,9 @@ class Checkpoints:
             run_id: begins the request ids.
             counted_by: settings by which steps are counted; a checkpoint with others is refused.
             progress: where to say what is done.
+            before_write: wakes the learners, where they sleep.
         """
+        self._before_write = before_write
         self._config = config
         self._path = Path(absolute(config.path))
         self._learners = dict(learners)
@@ -90,6 +93,8 @@ class Checkpoints:
             state: the trainer's; `restore` gives it back.
             within: folder below `ckpt.path`.
         """
+        if self._before_write is not None:
+            await self._before_write()
         path = self._path / within
         name = f"{within}/{tag}" if within else tag
         if not self._config.disable_ds:

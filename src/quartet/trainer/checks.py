@@ -43,6 +43,16 @@ def check_server(info: ServerInfo, role: str, address: str) -> None:
         )
 
 
+def check_sleep(info: ServerInfo, role: str, address: str, *, flag: str) -> None:
+    """The service can give its memory back.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if "sleep" not in info.capabilities:
+        raise _wrong(role, address, "cannot sleep", f"leave --{flag} away")
+
+
 def check_head(info: LearnerInfo, role: str, address: str, *, head: Head) -> None:
     """The learner trains the kind of model that its role needs.
 

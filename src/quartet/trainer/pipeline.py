@@ -27,6 +27,7 @@ from quartet.trainer.filtering import FILTERED, pass_rate, verdict_on
 from quartet.trainer.generation import Generation
 from quartet.trainer.lane import Lane
 from quartet.trainer.ledger import DroppedSample, Ledger
+from quartet.trainer.rest import Rest
 from quartet.trainer.scoring import Scoring, failure_reason
 from quartet.types import Failure, PromptGroup
 
@@ -94,9 +95,11 @@ class Pipeline:
         ledger: Ledger,
         progress: Progress,
         drops: Drops,
+        rest: Rest,
     ) -> None:
-        """Join the stages."""
+        """Join the stages. Where `rest` has somebody sleep, they are phases."""
         self._settings = settings
+        self._rest = rest
         self._generation = generation
         self._scoring = scoring
         self._evaluators = evaluators
@@ -179,6 +182,7 @@ class Pipeline:
         """Have the learners evaluate what was left to them, and lay all samples end to end."""
         alive = [group for group in groups if group.samples]
         if alive:
+            await self._rest.learn()
             async with asyncio.TaskGroup() as tasks:
                 for evaluation in self._late:
                     tasks.create_task(evaluation.run(alive))
@@ -216,15 +220,31 @@ class Pipeline:
                 score=score,
                 evaluate=evaluate,
             )
-            await (self._barriers(step) if self._settings.deterministic else self._stream(step))
+            phases = self._settings.deterministic or self._rest.is_on
+            await (self._barriers(step) if phases else self._stream(step))
         return step
+
+    async def _generate_all(self, step: _Step) -> None:
+        """Generate as one phase; calls of a fixed composition are made one after the other."""
+        size, width = max(1, ISOLATED_SAMPLES // self._generation.settings.num_samples), 1
+        if not self._settings.deterministic:
+            size = min(self._generation.groups_per_call, self._settings.max_groups_in_flight)
+            width = self._settings.max_groups_in_flight // size
+        slots = asyncio.Semaphore(width)
+
+        async def generate(part: slice) -> None:
+            async with slots:
+                await self._generate(step, step.groups[part], step.requests[part])
+
+        async with asyncio.TaskGroup() as tasks:
+            for start in range(0, len(step.groups), size):
+                tasks.create_task(generate(slice(start, start + size)))
 
     async def _barriers(self, step: _Step) -> None:
         """One phase after the other, with calls of a fixed composition."""
-        size = max(1, ISOLATED_SAMPLES // self._generation.settings.num_samples)
-        for start in range(0, len(step.groups), size):
-            part = slice(start, start + size)
-            await self._generate(step, step.groups[part], step.requests[part])
+        await self._rest.generate()
+        await self._generate_all(step)
+        await self._rest.judge()
         alive = [group for group in step.groups if group.samples]
         if self._settings.group_filter is not None:
             # What is filtered need not be evaluated.

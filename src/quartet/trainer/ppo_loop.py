@@ -30,6 +30,7 @@ from quartet.trainer.ppo_parts import (
     source_of,
 )
 from quartet.trainer.pushes import Pushes
+from quartet.trainer.rest import rest_of
 from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run, absolute
 from quartet.trainer.schedule import schedule_of
@@ -65,10 +66,12 @@ class PpoLoop:
             ledger=run.ledger,
             progress=run.progress,
         )
+        self._rest = rest_of(config, players)
         self._pushes = Pushes(
             players.policy,
             players.sampler,
             run.launcher,
+            rest=self._rest,
             pause=pause_mode(config),
             run_id=run.run_id,
             policy_version=players.policy_version,
@@ -79,9 +82,15 @@ class PpoLoop:
             # Nobody tells of a service elsewhere that was started again, but its version does.
             players.sampler.on_stale = self._pushes.catch_up
         self._source = source_of(
-            config, run, players, self._scoring, self._cursor, pushes=self._pushes
+            config,
+            run,
+            players,
+            self._scoring,
+            self._cursor,
+            pushes=self._pushes,
+            rest=self._rest,
         )
-        self._checkpoints = checkpoints_of(config, run, inputs, players)
+        self._checkpoints = checkpoints_of(config, run, inputs, players, rest=self._rest)
         key = best_key(config, evaluated_sources(config, inputs))
         self._best = (
             None
@@ -99,6 +108,7 @@ class PpoLoop:
             f"{samples_per_rollout(config)} samples, {schedule.policy_steps} optimizer steps of "
             f"the policy{rest}"
         )
+        await self._rest.learn()
         behind = await self._resume() if config.ckpt.load_enable else 0
         if not behind:
             await self._learners.start()
@@ -128,6 +138,7 @@ class PpoLoop:
         """From prompts to logged numbers; False when there are no prompts left."""
         began = time.monotonic()
         run = self._run
+        self._rest.push_follows = step > self._schedule.freezing_steps
         work = await self._source.take(step)
         if work is None:
             return False
@@ -140,6 +151,8 @@ class PpoLoop:
             metrics |= await self._learn(step, rollout)
         else:
             run.progress.say(f"step {step}: no sample is left, so nothing is trained")
+            if self._rest.weights_lost:
+                await self._pushes.push(f"step {step}")
         self._source.trained(step)
         metrics |= {
             "episode": float(work.episode),
@@ -147,6 +160,9 @@ class PpoLoop:
             "timing/make_experience": rollout.seconds - rollout.generation_seconds,
             "timing/step_total": time.monotonic() - began,
         }
+        if self._rest.is_on:
+            metrics["timing/sleep_wake"] = self._rest.seconds
+            self._rest.seconds = 0.0
         state = {
             "cursor": step,
             "consumed_prompts": work.consumed,
@@ -195,6 +211,7 @@ class PpoLoop:
 
     async def _evaluate(self, step: int, evaluation: Evaluation, state: Mapping[str, Any]) -> None:
         """Evaluate the weights that were pushed last, and keep them if they are the best."""
+        await self._rest.evaluate()
         began = time.monotonic()
         metrics = await evaluation.run(step, policy_version=self._pushes.policy_version)
         metrics["policy_version"] = float(self._pushes.count)
@@ -215,6 +232,7 @@ class PpoLoop:
     async def _export(self) -> None:
         """Write the trained models where `ckpt.output_dir` says."""
         config, run = self._config, self._run
+        await self._rest.save()
         # The services have working folders of their own.
         output_dir = absolute(config.ckpt.output_dir)
         exports = {"learner": (self._players.policy, output_dir)}

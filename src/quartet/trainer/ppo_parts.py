@@ -25,6 +25,7 @@ from quartet.trainer.filtering import PromptCursor, group_filter
 from quartet.trainer.generation import Answers, Generation, GenerationSettings, Producer
 from quartet.trainer.pipeline import Pipeline, PipelineSettings
 from quartet.trainer.pushes import Pushes
+from quartet.trainer.rest import Rest
 from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run
 from quartet.trainer.scoring import Decode, Scoring
@@ -113,10 +114,11 @@ def source_of(
     cursor: PromptCursor,
     *,
     pushes: Pushes,
+    rest: Rest,
 ) -> Source:
     """Where rollouts come from: ahead of training, or in turn with it."""
     drops = Drops(limit=samples_per_rollout(config))
-    pipeline = _pipeline(config, run, players, scoring, drops)
+    pipeline = _pipeline(config, run, players, scoring, drops, rest)
     rollout = config.rollout
     if not config.train.async_enable:
         return InTurn(
@@ -141,7 +143,7 @@ def source_of(
 
 
 def _pipeline(
-    config: PpoConfig, run: Run, players: Players, scoring: Scoring, drops: Drops
+    config: PpoConfig, run: Run, players: Players, scoring: Scoring, drops: Drops, rest: Rest
 ) -> Pipeline:
     """How a rollout is made."""
     deterministic = config.train.full_determinism_enable
@@ -158,7 +160,7 @@ def _pipeline(
             group_filter=group_filter(config),
             deterministic=deterministic,
             max_groups_in_flight=_groups_in_flight(config, players),
-            learners_last=config.train.async_enable,
+            learners_last=config.train.async_enable or rest.is_on,
         ),
         generation=generation,
         scoring=scoring,
@@ -171,6 +173,7 @@ def _pipeline(
         ledger=run.ledger,
         progress=run.progress,
         drops=drops,
+        rest=rest,
     )
 
 
@@ -186,7 +189,9 @@ def scoring_of(run: Run, inputs: PpoInputs, players: Players) -> Scoring:
     )
 
 
-def checkpoints_of(config: PpoConfig, run: Run, inputs: PpoInputs, players: Players) -> Checkpoints:
+def checkpoints_of(
+    config: PpoConfig, run: Run, inputs: PpoInputs, players: Players, *, rest: Rest
+) -> Checkpoints:
     """Where the learners save, and the settings by which steps are counted."""
     learners = {"learner": (players.policy, "_actor")}
     if players.critic is not None:
@@ -204,5 +209,6 @@ def checkpoints_of(config: PpoConfig, run: Run, inputs: PpoInputs, players: Play
             # An average can neither begin nor change its pace in the middle of a run.
             "train.ema_beta": config.train.ema_beta if config.train.enable_ema else None,
         },
+        before_write=rest.save,
         progress=run.progress,
     )

@@ -11,6 +11,7 @@ from quartet.errors import FatalError, InfraError
 from quartet.obs.metrics import POLICY_VERSION
 from quartet.obs.progress import Progress
 from quartet.trainer.launch import Launcher
+from quartet.trainer.rest import Rest
 from quartet.trainer.rooms import Sampler, Trainee
 from quartet.types import PauseMode
 
@@ -27,6 +28,7 @@ class Pushes:
         sampler: Sampler,
         launcher: Launcher,
         *,
+        rest: Rest,
         pause: PauseMode | None = None,
         run_id: str,
         policy_version: int,
@@ -38,6 +40,7 @@ class Pushes:
             policy: The learner.
             sampler: The rollout replicas.
             launcher: Knows of rollout services that are being started again.
+            rest: Who is awake when.
             pause: What becomes of completions under way while weights are pushed; None where
                 nothing is generated then.
             run_id: Begins the request ids.
@@ -46,6 +49,7 @@ class Pushes:
         """
         self._policy = policy
         self._sampler = sampler
+        self._rest = rest
         self._pause = pause
         self._launcher = launcher
         self._run_id = run_id
@@ -71,7 +75,7 @@ class Pushes:
         Raises:
             FatalError: none of them took it.
         """
-        async with self._held(when):
+        async with self._rest.pushing(), self._held(when):
             await self._push(when)
 
     @asynccontextmanager
@@ -134,5 +138,5 @@ class Pushes:
     async def catch_up(self, role: str, address: str) -> None:
         """Give a rollout service that was started again the weights that generation asks for."""
         if role.startswith("rollout") and self.count:
-            async with self.weights:
+            async with self.weights, self._rest.learner_awake():
                 await self._send(self.policy_version, f"{role} at {address} is back:", [address])

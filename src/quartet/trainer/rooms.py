@@ -47,12 +47,28 @@ class Sampler(Protocol):
         """Go on after a pause; no harm where there was none."""
         ...
 
+    async def sleep(self, level: int) -> None:
+        """Give the devices' memory back: 1 keeps the weights in main memory, 2 forgets them."""
+        ...
+
+    async def wake(self, tags: Sequence[str] = ()) -> None:
+        """Take it again, all or by tag: "weights", "kv_cache"."""
+        ...
+
 
 class Judge(Protocol):
     """The reward replicas."""
 
     async def score(self, request: ScoreRequest) -> ScoreBatch:
         """Score completions; each item gets a reward or a failure."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory back until `wake`."""
+        ...
+
+    async def wake(self) -> None:
+        """Take it again."""
         ...
 
 
@@ -63,6 +79,14 @@ class Reference(Protocol):
         self, chunks: Sequence[SequenceBatch], *, temperature: float
     ) -> list[NDArray[np.float32]]:
         """[N] log-probabilities of each chunk's tokens."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory back until `wake`."""
+        ...
+
+    async def wake(self) -> None:
+        """Take it again."""
         ...
 
 
@@ -103,6 +127,14 @@ class Trainee(Protocol):
 
     async def load_checkpoint(self, *, folder: str, tag: str) -> LoadCheckpointResult:
         """Go on from a checkpoint; without a tag, from the latest whole one."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory back until `wake`."""
+        ...
+
+    async def wake(self) -> None:
+        """Take it again."""
         ...
 
 

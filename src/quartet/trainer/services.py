@@ -244,6 +244,8 @@ def _check_learner(
     config: TrainerConfig, info: LearnerInfo, role: str, address: str, head: Head, fingerprint: str
 ) -> None:
     checks.check_server(info.info, role, address)
+    if isinstance(config, PpoConfig) and config.ds.enable_sleep:
+        checks.check_sleep(info.info, role, address, flag="ds.enable_sleep")
     checks.check_head(info, role, address, head=head)
     checks.check_tokenizer(info.info, role, address, fingerprint=fingerprint)
     checks.check_length(info.info, role, address, max_len=config.data.max_len)
@@ -255,6 +257,8 @@ async def _check_rollouts(
     infos = await pool.each(lambda client: client.get_info(include_manifest=True))
     for client, info in zip(pool.clients, infos, strict=True):
         checks.check_server(info.info, "rollout", client.address)
+        if config.vllm.enable_sleep:
+            checks.check_sleep(info.info, "rollout", client.address, flag="vllm.enable_sleep")
         checks.check_tokenizer(info.info, "rollout", client.address, fingerprint=fingerprint)
         checks.check_length(info.info, "rollout", client.address, max_len=config.data.max_len)
         checks.check_rollout(info, client.address)

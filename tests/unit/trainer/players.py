@@ -68,6 +68,8 @@ class FakeSampler:
     on_stale: object = None
     pauses: list = field(default_factory=list)
     """Modes of the pauses, and None for each resume after one."""
+    naps: list = field(default_factory=list)
+    """What was told to sleep or wake; a cast can give all its players the same list."""
 
     async def pause(self, mode):
         self.pauses.append(mode)
@@ -75,6 +77,13 @@ class FakeSampler:
     async def resume(self):
         if self.pauses and self.pauses[-1] is not None:
             self.pauses.append(None)
+
+    async def sleep(self, level):
+        self.naps.append(f"rollout sleep {level}")
+        self.version = -1 if level == 2 else self.version
+
+    async def wake(self, tags=()):
+        self.naps.append(" ".join(["rollout wake", *tags]))
 
     async def generate(self, request):
         self.log.append(request)

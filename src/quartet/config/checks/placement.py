@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from quartet.config.derive import needs_critic, needs_ref, num_engines, uses_agent
 from quartet.config.methods import PpoConfig, TrainerConfig
-from quartet.config.tree import wrong
+from quartet.config.tree import value_of, wrong
 from quartet.errors import ConfigError
 
 
@@ -57,13 +57,14 @@ def _check_engines(config: PpoConfig, actor_gpus: int) -> Iterator[ConfigError]:
             "make vllm.num_engines x vllm.tensor_parallel_size equal to actor.num_nodes x "
             "actor.num_gpus_per_node",
         )
-    if config.vllm.enable_sleep and not config.train.colocate_all:
-        yield wrong(
-            "vllm.enable_sleep",
-            None,
-            "an engine sleeps to leave its GPU to others, and without colocation there are none",
-            "add --train.colocate_all, or leave the flag away",
-        )
+    for name, who in (("vllm.enable_sleep", "an engine"), ("ds.enable_sleep", "a model")):
+        if value_of(config, name) and not config.train.colocate_all:
+            yield wrong(
+                name,
+                None,
+                f"{who} sleeps to leave its GPU to others, and without colocation there are none",
+                "add --train.colocate_all, or leave the flag away",
+            )
     if config.vllm.sync_backend not in ("nccl", "gloo"):
         yield wrong(
             "vllm.sync_backend",

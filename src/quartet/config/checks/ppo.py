@@ -317,6 +317,13 @@ def check_modes(config: PpoConfig) -> Iterator[ConfigError]:
             "an engine that generates during training cannot sleep",
             "leave the flag away, or --train.async_enable",
         )
+    if train.async_enable and config.ds.enable_sleep:
+        yield wrong(
+            "ds.enable_sleep",
+            None,
+            "models sleep between phases, and generation ahead of training has none",
+            "leave the flag away, or --train.async_enable",
+        )
     if config.data.max_images_per_prompt and needs_critic(config):
         yield wrong(
             "data.max_images_per_prompt",
