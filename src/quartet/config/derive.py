@@ -26,6 +26,11 @@ def longest_answer(config: PpoConfig) -> int:
     return config.rollout.max_new_tokens or config.data.max_len
 
 
+def longest_prompt(config: PpoConfig) -> int:
+    """Most tokens that a prompt may have: what completions leave of the context."""
+    return config.data.max_len - (config.rollout.max_new_tokens or 1)
+
+
 def aggregation_length(config: PpoConfig) -> int:
     """Tokens that seq-mean-token-sum-norm divides by; 0 for the other aggregations."""
     if config.actor.loss_agg_mode != "seq-mean-token-sum-norm":
