@@ -80,11 +80,7 @@ class Conductor:
         checks.check_samples(step.loss, parts)
         joined = samples.join(parts)
         checks.check_joined(step.loss, joined, engine.model.vocabulary, engine.max_length)
-        limits = Limits(
-            max_tokens=step.max_tokens_per_micro_batch,
-            max_units=step.micro_batch_size,
-            padded=not engine.settings.packed,
-        )
+        limits = engine.limits(step.max_tokens_per_micro_batch, step.micro_batch_size)
         self._check_plan(joined, limits, pairs=checks.comes_in_pairs(step.loss))
         return self._on_all_ranks("train", step, _unnamed(joined))
 
@@ -97,10 +93,7 @@ class Conductor:
         checks.check_sequences(
             everything.sequences, self.engine.model.vocabulary, self.engine.max_length
         )
-        limits = Limits(
-            max_tokens=first.max_tokens_per_micro_batch or DEFAULT_MAX_TOKENS,
-            padded=not self.engine.settings.packed,
-        )
+        limits = self.engine.limits(first.max_tokens_per_micro_batch or DEFAULT_MAX_TOKENS)
         self._check_plan(everything, limits)
         together = replace(first, sequences=_unnamed(everything).sequences)
         result = self._on_all_ranks("forward", together)
@@ -173,7 +166,7 @@ class Conductor:
         plan_micro_batches(
             joined.sequences.lengths.tolist(),
             limits,
-            world_size=self.engine.group.world_size,
+            world_size=self.engine.group.layout.data_size,
             sequences_per_unit=2 if pairs else 1,
             names=samples.names_of(joined.sequences),
         )

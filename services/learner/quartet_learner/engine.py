@@ -40,7 +40,7 @@ from quartet.types.requests import (
     SavedFolder,
     StartRunResult,
 )
-from quartet_learner import checkpoint, sleep, weights
+from quartet_learner import checkpoint, sleep, tensor_parallel, weights
 from quartet_learner.batching import Limits, plan_micro_batches
 from quartet_learner.checks import comes_in_pairs
 from quartet_learner.ema import MovingAverage
@@ -48,13 +48,14 @@ from quartet_learner.evaluate import evaluate, normalized
 from quartet_learner.group import RankGroup, import_deepspeed
 from quartet_learner.lora import reset_adapters
 from quartet_learner.microbatch import step_counts
-from quartet_learner.model import init_head, load_model
+from quartet_learner.model import init_head
 from quartet_learner.optim import (
     build_optimizer,
     build_schedule,
     deepspeed_config,
     offloads,
 )
+from quartet_learner.prepare import load_prepared
 from quartet_learner.samples import names_of
 from quartet_learner.settings import LearnerSettings
 from quartet_learner.step import take_step
@@ -110,7 +111,7 @@ class LearnerEngine:
                 "memory as it is"
             )
         set_determinism(settings.seed, settings.full_determinism)
-        self.model, self._head_is_new = load_model(settings)
+        self.model, self._head_is_new = load_prepared(settings, group)
         self.num_parameters = self.model.num_parameters()
         if group.rank == 0:
             log.info("%s", self.model.trained_share())
@@ -122,6 +123,12 @@ class LearnerEngine:
         """Longest sequence in tokens; 0 where there is no limit."""
         known = [n for n in (self.settings.max_length, self.model.max_length) if n > 0]
         return min(known, default=0)
+
+    def limits(self, max_tokens: int | None, max_units: int | None = None) -> Limits:
+        """Bounds of a micro-batch; the ranks of a ring take `max_tokens` each."""
+        if max_tokens is not None:
+            max_tokens *= self.group.layout.ring_size
+        return Limits(max_tokens=max_tokens, max_units=max_units, padded=not self.settings.packed)
 
     def start_run(self, spec: RunSpec) -> StartRunResult:
         """Build optimizer, schedule and engine; a run that is under way already goes on."""
@@ -142,9 +149,11 @@ class LearnerEngine:
             model=self.model,
             optimizer=optimizer,
             lr_scheduler=build_schedule(optimizer, spec.schedule),
-            config=deepspeed_config(self.settings, spec, self.group.world_size),
+            config=deepspeed_config(self.settings, spec)
+            | tensor_parallel.deepspeed_section(self.model.hf, self.settings),
             dist_init_required=False,
         )
+        tensor_parallel.trust_the_data(engine)
         average = None
         if spec.ema_beta is not None:
             average = MovingAverage(self.model.hf, self.group, spec.ema_beta)
@@ -159,7 +168,7 @@ class LearnerEngine:
         self.run = None
         del self.model
         gc.collect()
-        self.model, self._head_is_new = load_model(self.settings)
+        self.model, self._head_is_new = load_prepared(self.settings, self.group)
 
     def train(self, step: TrainStep, samples: TrainSamples) -> TrainResult:
         """One optimizer step over `samples`; every rank is given all of them.
@@ -168,15 +177,11 @@ class LearnerEngine:
         """
         run = self.started()
         began = time.monotonic()
-        limits = Limits(
-            max_tokens=step.max_tokens_per_micro_batch,
-            max_units=step.micro_batch_size,
-            padded=not self.settings.packed,
-        )
+        limits = self.limits(step.max_tokens_per_micro_batch, step.micro_batch_size)
         plan = plan_micro_batches(
             samples.sequences.lengths.tolist(),
             limits,
-            world_size=self.group.world_size,
+            world_size=self.group.layout.data_size,
             sequences_per_unit=2 if comes_in_pairs(step.loss) else 1,
             names=names_of(samples.sequences),
         )
@@ -187,7 +192,7 @@ class LearnerEngine:
             self.group,
             samples,
             step.loss,
-            plan.ranks[self.group.rank],
+            plan.ranks[self.group.data_rank],
             counts,
             packed=self.settings.packed,
         )
@@ -214,11 +219,8 @@ class LearnerEngine:
         packed = self.settings.packed
         plan = plan_micro_batches(
             sequences.lengths.tolist(),
-            Limits(
-                max_tokens=request.max_tokens_per_micro_batch or DEFAULT_MAX_TOKENS,
-                padded=not packed,
-            ),
-            world_size=self.group.world_size,
+            self.limits(request.max_tokens_per_micro_batch or DEFAULT_MAX_TOKENS),
+            world_size=self.group.layout.data_size,
             names=names_of(sequences),
         )
         run.deepspeed.eval()
@@ -226,7 +228,7 @@ class LearnerEngine:
             run.deepspeed,
             self.group,
             sequences,
-            plan.ranks[self.group.rank],
+            plan.ranks[self.group.data_rank],
             output,
             temperature=request.temperature,
             with_entropy=request.with_entropy,

@@ -58,7 +58,7 @@ def evaluate(
             places, outputs = _one_pass(
                 model, part, output, temperature, with_entropy, packed, group.device
             )
-            if rows:
+            if rows and group.leads:
                 of_all = np.asarray(rows) if per_sequence else token_places(sequences, rows)
                 found[:, torch.from_numpy(of_all[places])] = outputs
     if group.world_size > 1:

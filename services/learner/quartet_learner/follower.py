@@ -34,7 +34,13 @@ def follow(settings: LearnerSettings) -> int:
     launch = launch_of(settings)
     try:
         store = open_store(launch)
-        group = join_group(store, launch.rank, launch.world_size)
+        group = join_group(
+            store,
+            launch.rank,
+            launch.world_size,
+            tensor_size=settings.tensor_parallel_size,
+            ring_size=settings.ring_size,
+        )
         engine = LearnerEngine(settings, group)
     except ConfigError as error:
         log.error("rank %d cannot start: %s", launch.rank, error)

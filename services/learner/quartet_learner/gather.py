@@ -1,14 +1,18 @@
-"""Whole parameters, whatever the ranks hold of them: the one way to see what ZeRO-3 has cut."""
+"""Whole parameters, whatever the ranks hold of them: the one way to see what has been cut.
+
+ZeRO-3 cuts every parameter over the data ranks, tensor parallelism matrices over its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from quartet_learner import tensor_parallel
 from quartet_learner.group import RankGroup, import_deepspeed
 
 Item = TypeVar("Item")
@@ -17,12 +21,19 @@ PORTION_BYTES = 256 << 20
 """Parameters that are whole at the same time."""
 
 
-def whole(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
-    """Inside, these parameters have their full values on every rank. Collective under ZeRO-3."""
-    partitioned = [p for p in parameters if hasattr(p, "ds_id")]
-    if not partitioned:
-        return nullcontext()
-    return import_deepspeed().zero.GatheredParameters(partitioned, modifier_rank=None)
+@contextmanager
+def whole(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, these parameters have their full values on every rank, to be read only.
+
+    Collective where ZeRO-3 or tensor parallelism has cut them.
+    """
+    wanted = list(parameters)
+    partitioned = [p for p in wanted if hasattr(p, "ds_id")]
+    gathered: AbstractContextManager[Any] = nullcontext()
+    if partitioned:
+        gathered = import_deepspeed().zero.GatheredParameters(partitioned, modifier_rank=None)
+    with gathered, tensor_parallel.whole(wanted):
+        yield
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

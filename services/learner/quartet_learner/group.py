@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from quartet.errors import InfraError, QuartetError
+from quartet_learner.parallel import RankLayout
 
 RANK_FAILED = "RANK_FAILED"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -25,6 +26,20 @@ class RankGroup:
     """torch.device that this rank trains on."""
     control: Any
     """A gloo group over all ranks, for what is on the CPU whatever trains."""
+    layout: RankLayout
+    """Which ranks share samples, and how."""
+    ring: Any = None
+    """The torch.distributed group of this rank's ring, where sequences are spread."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which of `layout.data_size` shares of the samples this rank works on."""
+        return self.layout.data_rank(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """True for the one rank of those with the same samples that counts them."""
+        return self.layout.leads(self.rank)
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """Add numbers up over all ranks, name by name; all ranks pass the same names."""
@@ -53,14 +68,23 @@ class RankGroup:
             raise InfraError(f"{what} failed on another rank", reason=RANK_FAILED)
 
 
-def join_group(store: Any, rank: int, world_size: int) -> RankGroup:
+def join_group(
+    store: Any, rank: int, world_size: int, *, tensor_size: int = 1, ring_size: int = 1
+) -> RankGroup:
     """Enter the group of all ranks.
 
     Args:
         store: torch.distributed store that all ranks share.
         rank: this process's.
         world_size: ranks.
+        tensor_size: ranks over which a matrix is spread.
+        ring_size: ranks over which a sequence is spread.
+
+    Raises:
+        ConfigError: the ranks cannot be cut into groups of these sizes.
     """
+    layout = RankLayout(world_size=world_size, tensor_size=tensor_size, ring_size=ring_size)
+    layout.check()
     prepare_environment(rank)
     import torch
     import torch._dynamo  # DeepSpeed's zero.Init breaks whoever imports it later
@@ -82,7 +106,27 @@ def join_group(store: Any, rank: int, world_size: int) -> RankGroup:
         )
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    return RankGroup(rank=rank, world_size=world_size, device=device, control=control)
+    return RankGroup(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        control=control,
+        layout=layout,
+        ring=_ring_of(layout, rank, backend),
+    )
+
+
+def _ring_of(layout: RankLayout, rank: int, backend: str) -> Any:
+    """The group of this rank's ring, or None. Every rank makes all groups, as torch wants it."""
+    import torch.distributed as dist
+
+    if layout.ring_size == 1:
+        return None
+    groups = {
+        number: dist.new_group(ranks, backend=backend, timeout=COLLECTIVE_TIMEOUT)
+        for number, ranks in enumerate(layout.rings())
+    }
+    return next(groups[n] for n, ranks in enumerate(layout.rings()) if rank in ranks)
 
 
 def prepare_environment(rank: int) -> None:

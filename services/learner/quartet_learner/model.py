@@ -16,9 +16,11 @@ from quartet.nn.attention import attention_arguments, use_causal_attention
 from quartet.nn.loading import attention_kernels, loading_error, pick_device
 from quartet.nn.logprobs import LmHead, lm_head_of
 from quartet.types import Head
+from quartet_learner.attention import packed_arguments
 from quartet_learner.lora import add_adapters
 from quartet_learner.losses import balance_by_sequence
 from quartet_learner.quantize import loading_options
+from quartet_learner.ring import Ring
 from quartet_learner.served import served_tensors, unique
 from quartet_learner.settings import LearnerSettings
 
@@ -57,6 +59,8 @@ class TrainedModel(nn.Module):
         self.kind = head
         self.adapter_config: Any = None
         """peft's LoraConfig where the model has adapters."""
+        self.ring: Ring | None = None
+        """Ranks that share each packed row with this one."""
         self.scorer = ScoringHead(lm_head_of(hf)) if head is Head.LM else None
 
     def forward(
@@ -82,7 +86,13 @@ class TrainedModel(nn.Module):
             [M] fp32 log-probabilities, or [M] outputs of the scalar head; [M] entropies or None;
             [B] fp32 balance loss of each sequence, or None.
         """
-        options = attention_arguments(self.hf, inputs)
+        ring = self.ring
+        if ring is not None:
+            piece = ring.cut(inputs, rows)
+            inputs, rows = piece.inputs, piece.rows
+            targets = None if targets is None else targets[piece.owners == ring.rank]
+        options = packed_arguments(inputs, self.hf.config._attn_implementation)
+        options |= attention_arguments(self.hf, inputs)
         if owners is not None:
             options["output_router_logits"] = True
         out = self.hf.base_model(
@@ -94,15 +104,23 @@ class TrainedModel(nn.Module):
         )
         balance = None
         if owners is not None:
+            logits = out.router_logits
+            if ring is not None:
+                logits = [ring.join_tokens(layer.flatten(0, -2)) for layer in logits]
             balance = balance_by_sequence(
-                out.router_logits, inputs.places, owners, int(owners[-1]) + 1, self.experts_taken
+                logits, inputs.places, owners, int(owners[-1]) + 1, self.experts_taken
             )
         hidden = out.last_hidden_state.flatten(0, 1).index_select(0, rows)
         if self.scorer is not None:
             if targets is None:
                 raise ValueError("head lm needs targets")
-            return (*self.scorer(hidden, targets, temperature, with_entropy), balance)
-        return self.hf.score(hidden).squeeze(-1), None, balance
+            outputs, entropy = self.scorer(hidden, targets, temperature, with_entropy)
+        else:
+            outputs, entropy = self.hf.score(hidden).squeeze(-1), None
+        if ring is not None:
+            outputs = ring.join(outputs)
+            entropy = None if entropy is None else ring.join(entropy)
+        return outputs, entropy, balance
 
     @property
     def experts_taken(self) -> int:

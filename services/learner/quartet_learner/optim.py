@@ -128,9 +128,11 @@ def effective_zero_stage(settings: LearnerSettings) -> int:
 
     With 16-bit weights stage 0 is run as stage 1: DeepSpeed's stage 0 takes an optimizer step
     with empty gradients at start, which spoils Adam's bias correction. Offloading needs a stage
-    that has an optimizer of its own, too.
+    that has an optimizer of its own, too, and so does tensor parallelism: stage 0 leaves the norm
+    of a gradient to us, who do not know which ranks have which part of it.
     """
-    if settings.param_dtype != "float32" or offloads(settings):
+    cut = settings.tensor_parallel_size > 1
+    if settings.param_dtype != "float32" or offloads(settings) or cut:
         # Stage 1 that adds bf16 gradients up in fp32 is another engine, without stage 1's states.
         other_engine = settings.param_dtype == "bfloat16" and accumulated_in(settings) == "fp32"
         return max(settings.zero_stage, 2 if other_engine else 1)
@@ -148,7 +150,7 @@ def accumulated_in(settings: LearnerSettings) -> str | None:
     return settings.grad_accum_dtype
 
 
-def deepspeed_config(settings: LearnerSettings, spec: RunSpec, world_size: int) -> dict[str, Any]:
+def deepspeed_config(settings: LearnerSettings, spec: RunSpec) -> dict[str, Any]:
     """DeepSpeed's configuration. The learner itself accumulates, so it sees batches of one."""
     stage = effective_zero_stage(settings)
     zero: dict[str, Any] = {
@@ -162,7 +164,6 @@ def deepspeed_config(settings: LearnerSettings, spec: RunSpec, world_size: int) 
     if stage == 3 and settings.zpg > 1:
         zero["zero_hpz_partition_size"] = settings.zpg
     config: dict[str, Any] = {
-        "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": spec.max_norm,

@@ -122,7 +122,8 @@ def launch_of(settings: LearnerSettings) -> Launch:
     """Read a launcher's variables, or plan the ranks that this process is to start.
 
     Raises:
-        ConfigError: more ranks than GPUs, or than the launcher started.
+        ConfigError: more ranks than GPUs, or than the launcher started, or a number that cannot
+            be cut into the groups that the settings ask for.
     """
     if all(name in os.environ for name in LAUNCHER_VARIABLES):
         world_size = int(os.environ["WORLD_SIZE"])
@@ -133,6 +134,7 @@ def launch_of(settings: LearnerSettings) -> Launch:
                 value=str(settings.num_ranks),
                 remedy="leave out --learner.num_ranks under a launcher",
             )
+        settings.layout(world_size).check()
         return Launch(rank=int(os.environ["RANK"]), world_size=world_size, launched=True)
     import torch
 
@@ -145,6 +147,7 @@ def launch_of(settings: LearnerSettings) -> Launch:
             value=str(ranks),
             remedy=f"use at most {gpus}, or start the ranks with torchrun on several machines",
         )
+    settings.layout(ranks).check()
     return Launch(rank=0, world_size=ranks, launched=False)
 
 

@@ -246,7 +246,13 @@ class LearnerRoom:
         store = open_store(launch)
         if launch.world_size > 1 and not launch.launched:
             self._others = OtherRanks(self.settings, launch, store.port, end_process)
-        group = join_group(store, launch.rank, launch.world_size)
+        group = join_group(
+            store,
+            launch.rank,
+            launch.world_size,
+            tensor_size=self.settings.tensor_parallel_size,
+            ring_size=self.settings.ring_size,
+        )
         engine = LearnerEngine(self.settings, group)
         self._info = self._describe(engine, launch)
         self._conductor = Conductor(engine, CommandChannel(store, group))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from quartet.config import LearnerServeConfig
 from quartet.errors import ConfigError
 from quartet.types import Head
+from quartet_learner.parallel import RankLayout
 
 ALL_LINEAR = "all-linear"
 """Target of adapters: every linear layer but the heads."""
@@ -55,10 +56,28 @@ class LearnerSettings:
     """Ends of the names of the layers that get an adapter."""
     load_in_4bit: bool = False
     """Hold the frozen matrices in 4 bits."""
+    tensor_parallel_size: int = 1
+    """Ranks over which a matrix is spread."""
+    ring_size: int = 1
+    """Ranks over which a sequence is spread."""
+    ring_head_stride: int = 1
+    """Key-value heads that travel round the ring at a time."""
+    use_liger_kernel: bool = False
+    """Fused kernels of liger-kernel in the model's layers."""
+    deepcompile: bool = False
+    """Compile the model with DeepSpeed's passes."""
     num_ranks: int | None = None
     """Processes to start when no launcher has; None is one, or one for each visible GPU."""
     seed: int = 42
     full_determinism: bool = False
+
+    def layout(self, world_size: int) -> RankLayout:
+        """How that many ranks share the work; see `RankLayout.check`."""
+        return RankLayout(
+            world_size=world_size,
+            tensor_size=self.tensor_parallel_size,
+            ring_size=self.ring_size,
+        )
 
     def to_json(self) -> str:
         """Text that `from_json` reads; how a rank hands its settings to the ranks it starts."""
@@ -110,6 +129,11 @@ def settings_from_config(config: LearnerServeConfig) -> LearnerSettings:
         lora_dropout=ds.lora.dropout,
         lora_targets=ds.lora.target_modules,
         load_in_4bit=ds.load_in_4bit,
+        tensor_parallel_size=ds.tensor_parallel_size,
+        ring_size=ds.ring_attn_size,
+        ring_head_stride=ds.ring_attn_head_stride,
+        use_liger_kernel=ds.use_liger_kernel,
+        deepcompile=ds.deepcompile,
         num_ranks=learner.num_ranks,
         seed=config.train.seed,
         full_determinism=config.train.full_determinism_enable,

@@ -50,7 +50,7 @@ def take_step(
     """
     for attempt in itertools.count(1):
         sums = _accumulate(deepspeed, group, samples, loss, share, counts, packed)
-        metrics = group.sum(sums)
+        metrics = group.sum(sums if group.leads else dict.fromkeys(sums, 0.0))
         norm, applied = _apply(deepspeed)
         # A gradient that overflows in fp16 although the loss is finite only needs another scale.
         scale_too_high = deepspeed.fp16_enabled() and all(map(math.isfinite, metrics.values()))
@@ -82,8 +82,9 @@ def _accumulate(
         )
         deepspeed.set_gradient_accumulation_boundary(number == len(share))
         out = run_micro_batch(deepspeed, batch, loss, counts)
-        # DeepSpeed averages gradients over ranks, but the losses of the ranks add up.
-        deepspeed.backward(out.loss * group.world_size, scale_wrt_gas=False)
+        # DeepSpeed averages gradients over ranks, but the losses of the ranks add up. Ranks of a
+        # ring have the same loss, and each the gradient of its own part of the sequences.
+        deepspeed.backward(out.loss * group.layout.gradient_size, scale_wrt_gas=False)
         for name, value in out.metrics.items():
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.double().cpu()
     return {name: value.item() for name, value in sums.items()}
