@@ -1,8 +1,9 @@
 """Log-probabilities of given tokens, without ever holding [N, vocabulary] in fp32.
 
 Rows are taken in chunks. Without gradients that is free. With gradients a custom autograd function
-keeps only the hidden states and computes the logits of each chunk a second time in the backward
-pass: about a third more time in the head, 12 to 25 times less memory.
+keeps the hidden states and the logits of the last chunk, and computes those of the others a second
+time in the backward pass: a third more time in the head for a row of many chunks, 12 to 25 times
+less memory. Gradients take the place of the logits, so one chunk of them is all there ever is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from quartet.types import SequenceBatch
 
 ROWS_PER_CHUNK = 1024
+ROWS_PER_BLOCK = 32
+"""Rows that a CPU sums at once: some megabytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,44 +138,51 @@ def _recomputing_function() -> Any:
             ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, shape: Any, *rest: Any
         ) -> Any:
             with_entropy, rows = rest
+            head = _Logits(weight, bias, shape, min(rows, len(hidden)))
+            logits = None
             logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+            total = torch.empty_like(logprobs)
             entropy = torch.empty_like(logprobs) if with_entropy else None
-            for start in range(0, len(hidden), rows):
-                part = slice(start, start + rows)
-                logits, _ = _scaled_logits(hidden[part], weight, bias, shape)
-                total = logits.logsumexp(-1)
-                picked = logits.gather(-1, targets[part, None]).squeeze(-1)
-                logprobs[part] = picked - total
+            for part in _parts(len(hidden), rows):
+                logits = head.of(hidden[part])
+                total[part] = _logsumexp(logits)
+                logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - total[part]
                 if entropy is not None:
-                    mean = (logits.sub(total[:, None]).exp_() * logits).sum(-1)
-                    entropy[part] = total - mean
-            ctx.save_for_backward(hidden, weight, bias, targets)
+                    mean = (logits.sub(total[part, None]).exp_() * logits).sum(-1)
+                    entropy[part] = total[part] - mean
+            ctx.save_for_backward(hidden, weight, bias, targets, total, entropy)
             ctx.shape, ctx.rows = shape, rows
+            # Where the backward pass begins, the logits are there already.
+            ctx.last = (head.buffer, logits) if any(ctx.needs_input_grad) else (None, None)
             ctx.set_materialize_grads(False)
             return logprobs, entropy
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            hidden, weight, bias, targets = ctx.saved_tensors
-            grad_logprobs, grad_entropy = grads
+            hidden, weight, bias, targets, total, entropy = ctx.saved_tensors
             needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
             d_hidden = torch.zeros_like(hidden) if needs_hidden else None
             # Summed in fp32: in bf16 each further chunk would lose bits.
             d_weight = torch.zeros(weight.shape, device=weight.device) if needs_weight else None
             d_bias = torch.zeros(len(weight), device=weight.device) if needs_bias else None
-            for start in range(0, len(hidden), ctx.rows):
-                part = slice(start, start + ctx.rows)
-                d_logits = _logits_gradient(
-                    _scaled_logits(hidden[part], weight, bias, ctx.shape),
+            buffer, logits = ctx.last
+            ctx.last = (None, None)  # overwritten below: a second pass computes them
+            head = _Logits(weight, bias, ctx.shape, min(ctx.rows, len(hidden)), buffer)
+            for part in reversed(_parts(len(hidden), ctx.rows)):
+                logits = head.of(hidden[part]) if logits is None else logits
+                d_logits = _to_gradient(
+                    logits,
                     targets[part],
-                    None if grad_logprobs is None else grad_logprobs[part],
-                    None if grad_entropy is None else grad_entropy[part],
+                    total[part],
+                    None if entropy is None else entropy[part],
+                    [None if grad is None else grad[part] for grad in grads],
                     ctx.shape,
                 ).to(weight.dtype)
+                logits = None
                 if d_hidden is not None:
                     d_hidden[part] = d_logits @ weight
                 if d_weight is not None:
-                    d_weight += d_logits.T @ hidden[part]
+                    _add_product(d_weight, d_logits.T, hidden[part])
                 if d_bias is not None:
                     d_bias += d_logits.sum(0)
             return (
@@ -185,43 +195,89 @@ def _recomputing_function() -> Any:
     return SelectiveLogprobs
 
 
-def _scaled_logits(hidden: Any, weight: Any, bias: Any, shape: Any) -> tuple[Any, Any]:
-    """Fp32 logits after scale, softcap and temperature, and tanh of the softcap or None."""
+class _Logits:
+    """Computes the logits of one chunk after the other, all in one buffer.
+
+    A fresh buffer for each chunk costs a CPU as much in page faults as its numbers do in sums.
+    """
+
+    def __init__(self, weight: Any, bias: Any, shape: Any, rows: int, buffer: Any = None) -> None:
+        import torch
+
+        self._weight, self._bias, self._shape = weight, bias, shape
+        self.buffer = buffer
+        if buffer is None:
+            size = (rows, len(weight))
+            self.buffer = torch.empty(size, dtype=torch.float32, device=weight.device)
+
+    def of(self, hidden: Any) -> Any:
+        """[rows, vocabulary] fp32 logits after scale, softcap and temperature; a view."""
+        import torch
+
+        scale, softcap, temperature = self._shape
+        logits = self.buffer[: len(hidden)]
+        if hidden.dtype == self._weight.dtype == torch.float32:
+            torch.mm(hidden, self._weight.T, out=logits)
+            if self._bias is not None:
+                logits += self._bias
+        else:
+            logits.copy_(torch.nn.functional.linear(hidden, self._weight, self._bias))
+        if scale != 1.0:
+            logits *= scale
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        if temperature != 1.0:
+            logits /= temperature
+        return logits
+
+
+def _parts(count: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+
+
+def _logsumexp(logits: Any) -> Any:
+    """[rows]. On a CPU in blocks that stay in its cache: half the time."""
     import torch
 
-    scale, softcap, temperature = shape
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    if scale != 1.0:
-        logits = logits * scale
-    capped = None
-    if softcap is not None:
-        capped = torch.tanh(logits / softcap)
-        logits = capped * softcap
-    return (logits / temperature if temperature != 1.0 else logits), capped
+    if logits.device.type != "cpu":
+        return logits.logsumexp(-1)
+    return torch.cat([block.logsumexp(-1) for block in logits.split(ROWS_PER_BLOCK)])
 
 
-def _logits_gradient(
-    logits_and_cap: Any, targets: Any, grad_logprobs: Any, grad_entropy: Any, shape: Any
+def _add_product(total: Any, left: Any, right: Any) -> None:
+    """Add left @ right to `total`, in fp32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _to_gradient(
+    logits: Any, targets: Any, total: Any, entropy: Any, grads: Any, shape: Any
 ) -> Any:
-    """Gradient with respect to the raw output of the linear layer, [rows, vocabulary] fp32.
+    """Turn logits into the gradient with respect to the linear layer's raw output, in their place.
 
     With p = softmax(z): d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy).
     """
-    import torch
-
-    logits, capped = logits_and_cap
     scale, softcap, temperature = shape
-    log_p = logits.log_softmax(-1)
-    p = log_p.exp()
-    out = torch.zeros_like(p)
+    grad_logprobs, grad_entropy = grads
+    slope = None
+    if softcap is not None:
+        slope = 1.0 - (logits * (temperature / softcap)) ** 2  # of tanh
+    log_p = logits.sub_(total[:, None])
+    if grad_entropy is None:
+        out = log_p.exp_()
+        out *= 0.0 if grad_logprobs is None else -grad_logprobs[:, None]
+    else:
+        p = log_p.exp()
+        out = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_logprobs is not None:
+            out -= grad_logprobs[:, None]
+        out *= p
     if grad_logprobs is not None:
-        out -= p * grad_logprobs[:, None]
         out.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
-    if grad_entropy is not None:
-        entropy = -(p * log_p).sum(-1, keepdim=True)
-        out -= grad_entropy[:, None] * p * (log_p + entropy)
     if temperature != 1.0:
         out /= temperature
-    if softcap is not None:
-        out *= 1.0 - capped * capped
-    return out * scale if scale != 1.0 else out
+    if slope is not None:
+        out *= slope
+    return out if scale == 1.0 else out.mul_(scale)

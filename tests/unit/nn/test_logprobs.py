@@ -122,3 +122,24 @@ def test_sequences_padded_or_packed_are_as_one_by_one(model, packed):
                 h = -(log_p[t - 1].exp() * log_p[t - 1]).sum().item()
                 assert entropy[at + t].item() == pytest.approx(h, abs=1e-5)
             at += len(row)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [3, 100], ids=["chunks", "one chunk"])
+def test_a_second_backward_pass_gives_the_same(rows_per_chunk):
+    """The first one overwrites the logits that the forward pass left."""
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 8, requires_grad=True)
+    weight = torch.randn(11, 8, requires_grad=True)
+    targets = torch.arange(7)
+    logprobs, entropy = selective_logprobs(
+        hidden,
+        LmHead(weight=weight, softcap=5.0),
+        targets,
+        temperature=0.7,
+        with_entropy=True,
+        rows_per_chunk=rows_per_chunk,
+    )
+    loss = logprobs.sum() + 0.1 * entropy.sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight))
+    torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-7)
