@@ -1,0 +1,1 @@
+"""What a training step costs: Quartet's learner beside a plain PyTorch loop and the HF Trainer."""
