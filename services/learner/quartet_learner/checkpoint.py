@@ -108,7 +108,7 @@ def save(
 
     def prepare() -> None:
         if group.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            files.remove_leftovers(folder)
             inside.mkdir(parents=True)
 
     def write() -> None:

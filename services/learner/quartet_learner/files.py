@@ -20,6 +20,15 @@ def aside_of(folder: Path) -> Path:
     return aside
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what processes that were killed while they wrote in `folder` have left aside."""
+    for aside in folder.glob(".*.tmp"):
+        if aside.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink(missing_ok=True)
+
+
 def put_in_place(aside: Path, folder: Path) -> None:
     """Make everything in `aside` durable, then give it its name, replacing what had it."""
     for file in sorted(aside.rglob("*")):

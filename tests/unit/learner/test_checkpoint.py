@@ -263,3 +263,84 @@ def test_a_checkpoint_of_another_release_says_so(make_engine, tmp_path):
     (tmp_path / "a" / checkpoint.FACTS).write_text(json.dumps(facts))
     with pytest.raises(RequestError, match="has format 1, this release reads 2"):
         checkpoint.describe(tmp_path, "a")
+
+
+class Killed(BaseException):
+    """What nobody catches."""
+
+
+WRITES = {
+    "states": (fragments, "save_file"),
+    "random state": (checkpoint, "save_file"),
+    "inventory": (files, "inventory"),
+    "making it durable": (files, "sync"),
+    "the name": (files, "put_in_place"),
+    "the pointer": (files, "write_atomically"),
+}
+
+
+@pytest.mark.parametrize("at", WRITES)
+def test_a_full_disk_at_any_write_leaves_the_last_one_in_force(
+    make_engine, tmp_path, monkeypatch, at
+):
+    engine = make_engine()
+    save(engine, tmp_path, "good")
+
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*WRITES[at], full_disk)
+    with pytest.raises(InfraError, match="No space left"):
+        save(engine, tmp_path, "bad")
+    monkeypatch.undo()
+    assert (tmp_path / "latest").read_text() == "good"
+    assert load(engine, tmp_path).tag == "good"
+    assert not list(tmp_path.glob(".*"))
+    save(engine, tmp_path, "bad")
+    assert checkpoint.resolve(tmp_path, "") == "bad"
+
+
+@pytest.mark.parametrize("at", WRITES)
+def test_a_kill_at_any_write_leaves_a_whole_one(make_engine, tmp_path, monkeypatch, at):
+    engine = make_engine()
+    save(engine, tmp_path, "good")
+
+    def killed(*_, **__):
+        raise Killed
+
+    monkeypatch.setattr(*WRITES[at], killed)
+    # A process that is gone cleans nothing up.
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(Killed):
+        save(engine, tmp_path, "next")
+    monkeypatch.undo()
+    assert load(engine, tmp_path).tag == "good"
+    save(engine, tmp_path, "next")
+    assert not list(tmp_path.glob(".*"))
+    assert load(engine, tmp_path).tag == "next"
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_an_older_one(
+    make_engine, tmp_path, monkeypatch
+):
+    engine = make_engine()
+    save(engine, tmp_path, "older")
+    save(engine, tmp_path, "a")
+    rename, calls = type(tmp_path).rename, []
+
+    def killed_between(path, target):
+        calls.append(path.name)
+        if len(calls) == 2:
+            raise Killed
+        return rename(path, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", killed_between)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(Killed):
+        save(engine, tmp_path, "a")
+    monkeypatch.undo()
+    assert (tmp_path / "latest").read_text() == "a"
+    assert checkpoint.resolve(tmp_path, "") == "older"
+    save(engine, tmp_path, "a")
+    assert checkpoint.resolve(tmp_path, "") == "a"
+    assert not list(tmp_path.glob(".*"))

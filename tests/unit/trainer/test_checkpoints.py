@@ -103,6 +103,22 @@ async def test_old_checkpoints_go_when_the_new_one_is_whole(tmp_path):
     assert exported == [f"{tmp_path}/ckpt/global_step{i}_hf" for i in (1, 2, 3, 4)] + ["/exported"]
 
 
+async def test_a_failed_save_costs_no_older_checkpoint(tmp_path):
+    cast = new_cast()
+    save = cast.critic.save_checkpoint
+
+    async def failing(**call):
+        if call["tag"] == "global_step3":
+            raise InfraError("the disk is full")
+        return await save(**call)
+
+    cast.critic.save_checkpoint = failing
+    with pytest.raises(InfraError):
+        await play(cast, config(tmp_path, ckpt={"max_num": 1}), tmp_path)
+    for role in ("_actor", "_critic"):
+        assert (tmp_path / "ckpt" / role / "global_step2").is_dir()
+
+
 async def test_size_limit_keeps_at_least_the_newest(tmp_path):
     cast = new_cast()
     await play(cast, config(tmp_path, ckpt={"max_mem": 1e-12}), tmp_path)
