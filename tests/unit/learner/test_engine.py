@@ -25,7 +25,7 @@ from quartet.types import (
 from quartet.types.requests import ForwardRequest
 
 from .conftest import weights_of
-from .steps import logprobs_of, make_samples, make_sequences, step_of
+from .steps import LENGTHS, logprobs_of, make_samples, make_sequences, step_of
 
 FULL_LOSS = PolicyLoss(
     eps_clip_high=0.28,
@@ -39,7 +39,19 @@ FULL_LOSS = PolicyLoss(
 LOSSES = {
     "policy": (FULL_LOSS, {}),
     "gspo": (PolicyLoss(type="gspo", aggregation="seq-mean-token-mean"), {}),
+    "cispo": (
+        PolicyLoss(
+            type="cispo",
+            aggregation="seq-mean-token-sum-norm",
+            aggregation_length=12,
+            mismatch_correction=MismatchCorrection(
+                level="seq", gating="binary_kl", threshold_low=0.0, threshold_high=0.1
+            ),
+        ),
+        {},
+    ),
     "sft": (SftLoss(), {}),
+    "ipo": (DpoLoss(ipo=True), {}),
     "dpo": (DpoLoss(nll_loss_coef=0.1), {}),
     "value": (ValueLoss(), {"head": "value"}),
     "pairwise": (PairwiseLoss(), {"head": "reward"}),
@@ -71,7 +83,7 @@ def test_the_cut_does_not_change_the_step(make_engine, name):
     whole = train_once(make_engine(**settings), loss, samples)
     assert whole[0].num_micro_batches == 1
     one_by_one = train_once(make_engine(**settings), loss, samples, micro_batch_size=1)
-    assert one_by_one[0].num_micro_batches == (4 if name in ("dpo", "pairwise") else 8)
+    assert one_by_one[0].num_micro_batches == (4 if name in ("dpo", "ipo", "pairwise") else 8)
     same_step(whole, one_by_one)
     shuffled = take(samples, [6, 7, 2, 3, 0, 1, 4, 5])
     cut = train_once(make_engine(**settings), loss, shuffled, max_tokens_per_micro_batch=26)
@@ -146,12 +158,32 @@ def test_training_learns(make_engine):
     assert engine.run.optimizer_steps == 8
 
 
-def test_a_masked_nan_poisons_nothing(make_engine):
+def test_samples_without_trained_tokens_are_harmless(make_engine):
+    """Wherever they stand: same gradient, same metrics, counted among the samples."""
+    samples = make_samples()
+    lengths = (4, *LENGTHS[:3], 6, *LENGTHS[3:], 1)
+    padded = make_samples(lengths=lengths)
+    empty = np.repeat([n in (0, 4, len(lengths) - 1) for n in range(len(lengths))], lengths)
+    filled = {"action_mask": ~empty}
+    for name in ("action_mask", "advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs"):
+        array = getattr(padded, name).copy()
+        array[empty] = False if name == "action_mask" else np.nan
+        array[~empty] = getattr(samples, name)
+        filled[name] = array
+    tokens = padded.sequences.token_ids.copy()
+    tokens[~empty] = samples.sequences.token_ids
+    more = replace(padded, sequences=replace(padded.sequences, token_ids=tokens), **filled)
+    clean = train_once(make_engine(), FULL_LOSS, samples)
+    same_step(clean, train_once(make_engine(), FULL_LOSS, more, max_tokens_per_micro_batch=26))
+
+
+@pytest.mark.parametrize("poison", [np.nan, -np.inf, np.inf])
+def test_a_masked_nan_poisons_nothing(make_engine, poison):
     samples = make_samples()
     clean = make_engine().train(step_of(FULL_LOSS), samples)
     outside = ~samples.action_mask
     poisoned = {
-        name: np.where(outside, np.float32(np.nan), getattr(samples, name))
+        name: np.where(outside, np.float32(poison), getattr(samples, name))
         for name in ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
     }
     dirty = make_engine().train(step_of(FULL_LOSS), replace(samples, **poisoned))
