@@ -59,6 +59,13 @@ def merge(adapter: Path, base: str, output: Path, dtype: str | None = None) -> N
         folder = Path(scratch) / "model"
         try:
             model = _merged(adapter, base, kind, dtype)
+        except ImportError as error:
+            raise ConfigError(
+                f"merging needs the package {error.name or error}",
+                field="adapter",
+                value=str(adapter),
+                remedy="pip install 'quartet-rlhf[learner]'",
+            ) from error
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,15 @@ def test_a_reward_model_keeps_its_head_and_its_config(tiny_model_dir, tmp_path):
     with torch.no_grad():
         model.score.weight.copy_(stored["v_head.weight"])
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_missing_package_is_named(tiny_model_dir, tmp_path, capsys, monkeypatch):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    arguments = [str(tmp_path), str(tiny_model_dir), str(tmp_path / "out")]
+    assert quartet(["tools", "merge-lora", *arguments]) == 2
+    assert "needs the package peft" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]
 
 
 @pytest.mark.parametrize("missing", ["adapter", "base"])
