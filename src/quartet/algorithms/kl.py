@@ -95,12 +95,12 @@ class FixedKlController:
         _check_update(kl, num_samples)
 
     def state_dict(self) -> dict[str, float]:
-        """The weight, so that a changed flag is noticed at resume."""
+        """The weight."""
         return {"coef": self._coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on with the saved weight."""
-        self._coef = _valid_coef(state["coef"])
+        """Keep the weight of the flag: there is nothing to remember, and the flag may be new."""
+        _valid_coef(state["coef"])
 
 
 class AdaptiveKlController:
