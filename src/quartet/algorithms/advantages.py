@@ -122,7 +122,7 @@ class Advantages:
     sequence_returns: NDArray[np.float64]  # [B]
     """Sum of each sample's token rewards: the metric `return`."""
     group_reward_std: NDArray[np.float64]  # [B]
-    """Standard deviation (n - 1) of the rewards of each sample's group."""
+    """Standard deviation (n - 1) of the rewards of each sample's group, before the clip."""
 
 
 def compute_advantages(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
@@ -142,7 +142,7 @@ def compute_advantages(inputs: AdvantageInputs, settings: AdvantageSettings) -> 
     if inputs.scored is not None:
         usable &= inputs.scored
     mask = mask & np.repeat(usable, lengths)
-    rewards = _finite("rewards", inputs.rewards, usable)
+    given = rewards = _finite("rewards", inputs.rewards, usable)
     kl = None if inputs.kl is None else _finite("kl", inputs.kl, mask)
 
     if not settings.clip_after_baseline:
@@ -177,7 +177,7 @@ def compute_advantages(inputs: AdvantageInputs, settings: AdvantageSettings) -> 
         token_rewards=per_token.astype(np.float32),
         usable=usable,
         sequence_returns=row_sums(per_token, lengths),
-        group_reward_std=baselines.group_stats(rewards, groups, usable).std,
+        group_reward_std=baselines.group_stats(given, groups, usable).std,
     )
 
 

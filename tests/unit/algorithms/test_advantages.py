@@ -112,6 +112,8 @@ def test_clip_acts_on_rewards_or_on_what_the_baseline_left(
     inputs = batch(rewards)
     result = compute_advantages(inputs, settings)
     np.testing.assert_allclose(by_sample(inputs, result.advantages), expected, rtol=1e-6)
+    # The metric is of the rewards as they came, whatever the clip does to them.
+    np.testing.assert_allclose(result.group_reward_std, rewards[0] / 2)
 
 
 def test_gae_is_whitened_over_action_tokens_only():
