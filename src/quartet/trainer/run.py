@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import signal
 import sys
 import time
@@ -111,7 +112,7 @@ def conduct(config: TrainerConfig, prepare: Callable[[Progress], Job]) -> int:
     progress.close()
     if claimed:
         outcome["seconds"] = round(time.time() - began, 3)
-        _write_summary(folder, outcome)
+        write_summary(folder, outcome)
     print(last, file=sys.stdout if code == EXIT_OK else sys.stderr, flush=True)
     return code
 
@@ -284,5 +285,16 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _write_summary(folder: Path, outcome: Mapping[str, Any]) -> None:
-    (folder / "summary.json").write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
+def write_summary(folder: Path, outcome: Mapping[str, Any]) -> None:
+    """Write what a run came to."""
+    text = json.dumps(_finite(outcome), indent=2)
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON does not have: a refused step's norm."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

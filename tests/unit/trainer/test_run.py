@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quartet.errors import ConfigError, FatalError, InfraError
-from quartet.trainer.run import first_cause
+from quartet.trainer.run import first_cause, write_summary
 
 DRIVER = Path(__file__).with_name("run_driver.py")
 
@@ -130,6 +131,16 @@ async def test_failed_run(tmp_path, phase, code, last):
         assert driver.left_behind() == []
     # Wrong settings leave no trace on the disk.
     assert (tmp_path / "run").exists() == (phase != "wrong")
+
+
+def test_a_summary_is_json_also_after_a_refused_step(tmp_path):
+    outcome = {"metrics": {"actor_grad_norm": math.inf, "means": [math.nan, 1.0]}, "steps": 3}
+    write_summary(tmp_path, outcome)
+    text = (tmp_path / "summary.json").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    expected = {"metrics": {"actor_grad_norm": None, "means": [None, 1.0]}, "steps": 3}
+    assert json.loads(text) == expected
 
 
 async def test_folder_of_another_run_is_refused(tmp_path):
