@@ -6,6 +6,7 @@ does the work. Exit codes: 0 done, 1 failure, 2 wrong configuration, 130 interru
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
@@ -28,6 +29,7 @@ quartet {__version__}: RLHF training as four gRPC services
 
   quartet train ppo|sft|rm|dpo [flags]               train; starts the services that have no address
   quartet serve rollout|reward|ref|learner [flags]   serve one of them
+  quartet data preview ppo|sft|rm|dpo [flags]        show what of a data set would be trained
   quartet probe ADDRESS [SERVICE]                    ask a service whether it serves
   quartet conformance ROOM ADDRESS                   grade a server, whoever wrote it
   quartet tools NAME [arguments]                     helpers: see quartet tools --help
@@ -60,7 +62,7 @@ _SERVE = {
     "ref": _Target(config="RefServeConfig", module="quartet_ref.server"),
     "learner": _Target(config="LearnerServeConfig", module="quartet_learner.server"),
 }
-_COMMANDS = ("train", "serve", "probe", "conformance", "tools")
+_COMMANDS = ("train", "serve", "data", "probe", "conformance", "tools")
 _TOOLS = {
     "gguf-to-hf": ("quartet.tools.gguf_to_hf", "turn a GGUF file into a Hugging Face folder"),
     "merge-lora": ("quartet.tools.merge_lora", "put an adapter into the weights of its base model"),
@@ -111,6 +113,8 @@ def _dispatch(args: Sequence[str]) -> int:
             return _configured("train", _TRAIN, rest)
         case ["serve", *rest]:
             return _configured("serve", _SERVE, rest)
+        case ["data", *rest]:
+            return _data(rest)
         case ["probe", *rest]:
             return _call(import_module("quartet.rpc.probe").main, rest)
         case ["conformance", *rest]:
@@ -161,6 +165,44 @@ def _configured(command: str, targets: dict[str, _Target], args: Sequence[str]) 
         return 0
     import_module("quartet.config.runnable").require_runnable(loaded.config, machine)
     return _run(command, name, targets[name].module, loaded.config)
+
+
+def _data(args: Sequence[str]) -> int:
+    """Run `quartet data preview METHOD`."""
+    match args:
+        case ["preview", name, *rest] if name in _TRAIN:
+            return _preview(name, rest)
+        case ["preview", name, *_] if not name.startswith("-"):
+            raise _unknown_command("quartet data preview", name, list(_TRAIN))
+        case [] | ["-h" | "--help"] | ["preview"] | ["preview", "-h" | "--help", *_]:
+            sys.stdout.write(
+                f"quartet data preview {'|'.join(_TRAIN)} [--samples N] [flags]\n\n"
+                "Flags: those of quartet train NAME; only those about model and data count\n"
+            )
+            return 0 if {"-h", "--help"} & set(args) else ConfigError.exit_code
+        case [unknown, *_]:
+            raise _unknown_command("quartet data", unknown, ["preview"])
+        case _:
+            raise AssertionError(args)
+
+
+def _preview(name: str, args: Sequence[str]) -> int:
+    """Show what the method `name` would train on. Nothing else of the flags is checked."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--samples", default="3")
+    own, flags = parser.parse_known_args(args)
+    if not own.samples.isdecimal():
+        raise ConfigError(
+            f"--samples {own.samples} is no number of samples",
+            field="samples",
+            value=own.samples,
+            remedy="give 0 or more",
+        )
+    settings = getattr(import_module("quartet.config"), _TRAIN[name].config)
+    loaded = import_module("quartet.config.load").load(settings, flags)
+    module = import_module("quartet.trainer.preview")
+    module.preview(loaded.config, samples=int(own.samples), stream=sys.stdout)
+    return 0
 
 
 def _run(command: str, name: str, module: str, config: object) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from quartet.agents.pool import AgentPool, AgentSettings
 from quartet.config import PpoConfig
+from quartet.config.derive import longest_prompt
 from quartet.data import Prompt, Source, eval_source, fingerprint_of, load_prompts
 from quartet.obs.progress import Progress
 from quartet.trainer.best import best_key
@@ -89,14 +90,13 @@ def read_inputs(config: PpoConfig, progress: Progress) -> PpoInputs:
         ConfigError: one of them is missing, or --ckpt.best_metric_key fits no evaluation of them.
     """
     tokenizer = policy_tokenizer(config)
-    max_new_tokens = config.rollout.max_new_tokens or 1
 
     def load(source: Source | None) -> list[Prompt]:
         """The prompts of a data set; None is the one to train on."""
         built = load_prompts(
             config.data,
             tokenizer,
-            max_prompt_tokens=config.data.max_len - max_new_tokens,
+            max_prompt_tokens=longest_prompt(config),
             seed=config.train.seed,
             source=source,
         )
