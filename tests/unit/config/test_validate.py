@@ -17,6 +17,10 @@ PPO = (
     "--actor.model_name_or_path org/policy --reward.model_name_or_path org/reward "
     "--data.prompt_dataset org/prompts "
 )
+AGENT = (
+    "--actor.model_name_or_path org/policy --data.prompt_dataset org/prompts "
+    "--train.agent_func_path "
+)
 RULE = (
     "--actor.model_name_or_path org/policy --reward.remote_url rewards.py "
     "--data.prompt_dataset org/prompts --algo.advantage.estimator group_norm "
@@ -202,7 +206,13 @@ CASES = [
     ("ppo", PPO + "--train.partial_rollout_enable", "train.partial_rollout_enable"),
     ("ppo", PPO + "--train.async_enable --vllm.enable_sleep --train.colocate_all",
      "vllm.enable_sleep"),
-    ("ppo", RULE + "--train.agent_func_path a.py", "train.agent_func_path"),
+    ("ppo", RULE + "--train.agent_func_path a.py", "reward.remote_url"),
+    ("ppo", AGENT + "a.py", None),
+    ("ppo", AGENT + "a.txt", "train.agent_func_path"),
+    ("ppo", AGENT + "a.py --reward.address h:1", "reward.address"),
+    ("ppo", AGENT + "a.py --reward.remote_url agent", "reward.remote_url"),
+    ("ppo", AGENT + "a.py --reward.model_name_or_path m", "reward.model_name_or_path"),
+    ("ppo", AGENT + "a.py --reward.normalize_enable", "reward.normalize_enable"),
     ("ppo", PPO + "--data.max_images_per_prompt 1", "data.max_images_per_prompt"),
     ("ppo", RULE + "--data.max_images_per_prompt 1 --ds.packing_samples",
      "data.max_images_per_prompt"),
