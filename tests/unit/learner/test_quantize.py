@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from quartet_learner import quantize
-from quartet_learner.served import served_manifest
+from quartet_learner.served import loaded_digest, served_manifest
 from quartet_learner.settings import LearnerSettings
 from safetensors.torch import load_file
 
@@ -46,6 +46,7 @@ def test_what_leaves_the_learner_is_whole(
     assert "Params4bit" in {type(p).__name__ for p in engine.model.hf.parameters()}
     plain = make_engine(**common)
     assert served_manifest(engine.model.hf) == served_manifest(plain.model.hf)
+    assert loaded_digest(engine.model.hf) != loaded_digest(plain.model.hf)
     loaded = pushed(engine)
     for name, weight in plain.model.hf.named_parameters():
         rounding = (loaded[name].float() - weight.float()).abs().max()
