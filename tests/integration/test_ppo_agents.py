@@ -120,12 +120,18 @@ def test_the_guessing_game_is_trained_on_its_actions_alone(flags_of):
 def test_an_incumbent_shape_runs_unchanged(flags_of, tmp_path):
     agent = tmp_path / "agent_func.py"
     agent.write_text(INCUMBENT.replace("async def __init__", "def __init__"))
-    flags, folder = flags_of("incumbent", agent, "--train.max_steps", "1")
-    train(*flags, "--train.full_determinism_enable")
+    steps = ["--train.max_steps", "1", "--train.full_determinism_enable"]
+    flags, folder = flags_of("incumbent", agent, *steps)
+    train(*flags)
     [row] = rows_of(folder)
     assert row["rollout_logprob_gap"] < 1e-4
     assert row["dummy_scores"] == row["score"] == row["reward"]
     assert row["num_turns"] == 2
+    # Each turn is a call of its own, so it does not matter which answer comes first.
+    flags, again = flags_of("again", agent, *steps)
+    train(*flags)
+    metrics = "metrics.jsonl"
+    assert (again / metrics).read_bytes() == (folder / metrics).read_bytes()
 
 
 def test_an_async_init_is_one_line_before_anything_starts(flags_of, tmp_path):

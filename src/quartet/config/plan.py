@@ -18,6 +18,7 @@ from quartet.config.derive import (
     split_list,
     train_token_budget,
     trained_model,
+    uses_agent,
 )
 from quartet.config.earlier import in_the_way
 from quartet.config.machine import Machine
@@ -48,7 +49,15 @@ def planned_machine(config: TrainerConfig, machine: Machine, origins: Mapping[st
     if not named and config.vllm.tensor_parallel_size == 1:
         return machine
     count = config.actor.num_nodes * config.actor.num_gpus_per_node
-    return replace(machine, num_gpus=count, has_vllm=True, has_flash_attention=True)
+    return replace(
+        machine,
+        num_gpus=count,
+        has_vllm=True,
+        has_flash_attention=True,
+        has_flash_attention_3=True,
+        has_ring_attention=True,
+        has_liger=True,
+    )
 
 
 def render_plan(
@@ -280,7 +289,11 @@ def _ppo_algorithm(config: PpoConfig) -> list[str]:
     where = "in the loss" if kl.use_loss else "in the reward"
     pull = f"{kl.init_coef}, {control}, {kl.estimator} {where}" if needs_ref(config) else "none"
     critic = "with a critic" if needs_critic(config) else "without a critic"
+    train = config.train
+    at_once = train.agent_num_workers * train.agent_episodes_per_worker
+    agent = f"samples          by {train.agent_func_path}, up to {at_once} at a time"
     return [
+        *([agent] if uses_agent(config) else []),
         f"advantages       {config.algo.advantage.estimator}, {critic}",
         f"loss             {actor.policy_loss_type}, {actor.loss_agg_mode}",
         f"KL               {pull}",
