@@ -40,7 +40,7 @@ from quartet.types.requests import (
     SavedFolder,
     StartRunResult,
 )
-from quartet_learner import checkpoint, sleep, tensor_parallel, weights
+from quartet_learner import checkpoint, deepcompile, sleep, tensor_parallel, weights
 from quartet_learner.batching import Limits, plan_micro_batches
 from quartet_learner.checks import comes_in_pairs
 from quartet_learner.ema import MovingAverage
@@ -150,10 +150,12 @@ class LearnerEngine:
             optimizer=optimizer,
             lr_scheduler=build_schedule(optimizer, spec.schedule),
             config=deepspeed_config(self.settings, spec)
-            | tensor_parallel.deepspeed_section(self.model.hf, self.settings),
+            | tensor_parallel.deepspeed_section(self.model.hf, self.settings)
+            | deepcompile.deepspeed_section(self.settings),
             dist_init_required=False,
         )
         tensor_parallel.trust_the_data(engine)
+        deepcompile.compile_engine(engine, self.settings)
         average = None
         if spec.ema_beta is not None:
             average = MovingAverage(self.model.hf, self.group, spec.ema_beta)

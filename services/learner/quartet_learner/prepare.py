@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quartet.nn.loading import attention_kernels, pick_device
-from quartet_learner import attention, kernels, ring_attention, tensor_parallel
+from quartet_learner import attention, deepcompile, kernels, ring_attention, tensor_parallel
 from quartet_learner.group import RankGroup
 from quartet_learner.model import TrainedModel, load_model
 from quartet_learner.ring import Ring
@@ -19,6 +19,8 @@ def load_prepared(settings: LearnerSettings, group: RankGroup) -> tuple[TrainedM
     Raises:
         ConfigError: the model cannot have it.
     """
+    if settings.deepcompile:
+        deepcompile.check_device()
     model, head_is_new = load_model(settings)
     if settings.packed:
         attention.check_packing(model.hf)

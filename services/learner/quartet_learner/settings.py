@@ -152,25 +152,6 @@ def _refuse_what_is_not_there(config: LearnerServeConfig) -> None:
             "use 1 or more",
         ),
         (
-            "ds.tensor_parallel_size",
-            ds.tensor_parallel_size,
-            ds.tensor_parallel_size != 1,
-            "leave it at 1 and spread the weights with --ds.zero_stage 3",
-        ),
-        (
-            "ds.ring_attn_size",
-            ds.ring_attn_size,
-            ds.ring_attn_size != 1,
-            "leave it at 1 and lower --data.max_len",
-        ),
-        ("ds.deepcompile", ds.deepcompile, ds.deepcompile, "leave it off"),
-        (
-            "ds.use_liger_kernel",
-            ds.use_liger_kernel,
-            ds.use_liger_kernel,
-            "leave it off: log-probabilities are computed in chunks as they are",
-        ),
-        (
             "learner.freeze_visual_encoder",
             learner.freeze_visual_encoder,
             learner.freeze_visual_encoder,

@@ -20,6 +20,12 @@ class Machine:
     """True when the package vllm is installed for the rollout services."""
     has_flash_attention: bool = False
     """True when the package flash_attn is installed."""
+    has_flash_attention_3: bool = False
+    """True when the package flash_attn_interface is installed."""
+    has_ring_attention: bool = False
+    """True when the package ring_flash_attn is installed."""
+    has_liger: bool = False
+    """True when the packages liger_kernel and triton are installed."""
     has_bitsandbytes: bool = False
     """True when the package bitsandbytes is installed."""
 
@@ -37,6 +43,9 @@ def this_machine(
         num_gpus=_visible_gpus(os.environ if environ is None else environ),
         has_vllm=_has_package("vllm", engine_python),
         has_flash_attention=find_spec("flash_attn") is not None,
+        has_flash_attention_3=find_spec("flash_attn_interface") is not None,
+        has_ring_attention=find_spec("ring_flash_attn") is not None,
+        has_liger=all(find_spec(name) is not None for name in ("liger_kernel", "triton")),
         has_bitsandbytes=find_spec("bitsandbytes") is not None,
     )
 

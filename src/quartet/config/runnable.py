@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.derive import (
+    num_ranks,
     push_backend,
     split_list,
     trained_model,
 )
+from quartet.config.kernels import kernel_obstacles
 from quartet.config.machine import Machine
 from quartet.config.methods import DpoConfig, PpoConfig, TrainerConfig
 from quartet.config.modelfolder import CONFIG_FILE, max_positions
@@ -47,10 +49,14 @@ def obstacles(config: Any, machine: Machine) -> Iterator[ConfigError]:
             "ds.param_dtype", "fp16", "does not train on a CPU", "set --ds.param_dtype fp32"
         )
     yield from _quantised(config, machine)
+    if isinstance(config, ServeConfig) or not config.learner.address:
+        yield from kernel_obstacles(config.ds, machine)
     if isinstance(config, ServeConfig):
         yield from _service(config, machine)
         return
     yield from _inputs(config)
+    if not config.learner.address:
+        yield from _rank_groups(config, machine)
     if isinstance(config, PpoConfig):
         yield from _ppo(config, machine)
     needed = gpus_needed(config, machine)
@@ -66,6 +72,19 @@ def require_runnable(config: Any, machine: Machine) -> None:
     """
     for obstacle in obstacles(config, machine):
         raise obstacle
+
+
+def _rank_groups(config: TrainerConfig, machine: Machine) -> Iterator[ConfigError]:
+    """Ring and tensor groups against the ranks that this machine would have."""
+    group = config.ds.ring_attn_size * config.ds.tensor_parallel_size
+    ranks = num_ranks(config, machine)
+    if ranks % group:
+        yield wrong(
+            "learner.num_ranks",
+            ranks,
+            f"ring_attn_size x tensor_parallel_size = {group} does not divide it",
+            f"add --learner.num_ranks {group}",
+        )
 
 
 def _too_many_gpus(config: TrainerConfig, needed: int, machine: Machine) -> ConfigError:

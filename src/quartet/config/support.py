@@ -28,11 +28,6 @@ class Refusal:
     instead: str
 
 
-_NO_RING = Refusal(
-    why="a sequence is not spread over GPUs in this release",
-    instead="leave it at 1; lower --data.max_len, or add --actor.gradient_checkpointing_enable",
-)
-
 REFUSED: Mapping[str, Refusal] = {
     "data.max_images_per_prompt": Refusal(
         why="models of images are not in this release", instead="leave it at 0"
@@ -45,19 +40,6 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     "learner.freeze_visual_encoder": Refusal(
         why="models of images are not in this release", instead="leave the flag away"
-    ),
-    "ds.ring_attn_size": _NO_RING,
-    "ds.ring_attn_head_stride": _NO_RING,
-    "ds.tensor_parallel_size": Refusal(
-        why="the learner does not spread single layers over GPUs in this release",
-        instead="leave it at 1 and spread the weights with --ds.zero_stage 3",
-    ),
-    "ds.use_liger_kernel": Refusal(
-        why="liger kernels are not in this release",
-        instead="leave the flag away; log-probabilities are computed in chunks as it is",
-    ),
-    "ds.deepcompile": Refusal(
-        why="DeepSpeed's compiler is not in this release", instead="leave the flag away"
     ),
     "vllm.sync_with_ray": Refusal(
         why="there is no Ray here", instead="leave the flag away; --push.backend chooses the way"
@@ -111,7 +93,6 @@ EXPLAINED: Mapping[str, str] = {
     "reward.stop_properly_penalty_coef": "Never raises a reward; --reward.stop_properly_legacy is "
     "OpenRLHF's rule.",
     "ds.adam_offload": "Changes nothing where there is no GPU, and the learner says so.",
-    "ds.adam_offload": "Changes nothing where there is no GPU, and the learner says so.",
     "ds.use_universal_ckpt": "Every checkpoint can be loaded by any number of ranks and at any ZeRO "
     "stage, with and without this flag.",
     "ds.attn_implementation": "Where there is no GPU, sdpa takes the place of flash "
@@ -132,6 +113,10 @@ EXPLAINED: Mapping[str, str] = {
     "does not depend on the cut into micro-batches; OpenRLHF takes one of each micro-batch.",
     "model.aux_loss_coef": "The mean over sequences of each one's balance loss, by tokens, so it "
     "does not depend on the cut into micro-batches; OpenRLHF takes one of each micro-batch.",
+    "algo.kl.estimator": "k3 alone is bounded, and keeps a gradient beyond its bound; "
+    "--algo.kl.bound_all is OpenRLHF's rule.",
+    "algo.kl.horizon": "The factor of one step is kept within a half and two.",
+    "model.ipo_enable": "--model.ipo_sum is OpenRLHF's form.",
     "eval.n_samples_per_prompt": "Rewards give pass1 and pass<n> as in OpenRLHF; scores of 0 and 1 "
     "also give the unbiased pass_at_<k>.",
     "ckpt.load_enable": "An error where there is no checkpoint, rather than a fresh start.",

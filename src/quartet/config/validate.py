@@ -17,6 +17,7 @@ from quartet.config.checks.data import (
     check_rm,
     check_sft,
 )
+from quartet.config.checks.kernels import check_kernels
 from quartet.config.checks.optimizer import check_optimizers
 from quartet.config.checks.output import check_addresses, check_checkpoints, check_run_name
 from quartet.config.checks.placement import check_parallelism, check_placement
@@ -33,7 +34,7 @@ from quartet.config.checks.ppo import (
 from quartet.config.checks.serve import check_service
 from quartet.config.limits import check_limits
 from quartet.config.methods import DpoConfig, PpoConfig, RmConfig, SftConfig
-from quartet.config.serve import ServeConfig
+from quartet.config.serve import LearnerServeConfig, ServeConfig
 from quartet.errors import ConfigError
 
 _PPO_CHECKS = (
@@ -55,6 +56,8 @@ def problems(config: Any) -> Iterator[ConfigError]:
     yield from check_limits(config)
     if isinstance(config, ServeConfig):
         yield from check_service(config)
+        if isinstance(config, LearnerServeConfig):
+            yield from check_kernels(config.ds)
         return
     yield from check_model(config)
     yield from check_datasets(config)
@@ -71,6 +74,7 @@ def problems(config: Any) -> Iterator[ConfigError]:
         case DpoConfig():
             yield from check_dpo(config)
     yield from check_parallelism(config)
+    yield from check_kernels(config.ds)
     yield from check_checkpoints(config)
     yield from check_run_name(config)
     yield from check_addresses(config)

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_FLASH_PACKAGES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+}
+"""transformers' names of flash attention, and what has to be installed for them."""
 
 
 def pick_device() -> torch.device:
@@ -56,9 +61,10 @@ def attention_kernels(wanted: str, device: torch.device) -> str:
     """`wanted`, or sdpa where flash attention cannot run; says so when it changes it."""
     if not wanted.startswith("flash_attention"):
         return wanted
-    if device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
+    package = _FLASH_PACKAGES.get(wanted, "flash_attn")
+    if device.type == "cuda" and importlib.util.find_spec(package) is not None:
         return wanted
-    missing = "there is no GPU" if device.type != "cuda" else "flash_attn is not installed"
+    missing = "there is no GPU" if device.type != "cuda" else f"{package} is not installed"
     logger.info("attention: sdpa in place of %s, because %s", wanted, missing)
     return "sdpa"
 

@@ -26,6 +26,25 @@ def test_settings_travel_to_other_ranks_unchanged():
     assert LearnerSettings.from_json(settings.to_json()) == settings
 
 
+def test_the_ways_to_spread_a_model_reach_the_settings():
+    settings = settings_from_config(
+        config_with(
+            tensor_parallel_size=2,
+            ring_attn_size=3,
+            ring_attn_head_stride=4,
+            use_liger_kernel=True,
+            deepcompile=True,
+        )
+    )
+    assert (settings.layout(12).tensor_size, settings.layout(12).ring_size) == (2, 3)
+    assert settings.layout(12).data_size == 2
+    assert (settings.ring_head_stride, settings.use_liger_kernel, settings.deepcompile) == (
+        4,
+        True,
+        True,
+    )
+
+
 def test_adapters_travel_too():
     lora = LoraConfig(rank=8, alpha=32, dropout=0.1, target_modules=("q_proj", "v_proj"))
     settings = settings_from_config(config_with("ds", lora=lora, load_in_4bit=True))
@@ -42,10 +61,6 @@ def test_adapters_travel_too():
         ("learner", {"num_ranks": 0}, "learner.num_ranks"),
         ("learner", {"freeze_visual_encoder": True}, "learner.freeze_visual_encoder"),
         ("ds", {"zero_stage": 4}, "ds.zero_stage"),
-        ("ds", {"tensor_parallel_size": 2}, "ds.tensor_parallel_size"),
-        ("ds", {"ring_attn_size": 2}, "ds.ring_attn_size"),
-        ("ds", {"deepcompile": True}, "ds.deepcompile"),
-        ("ds", {"use_liger_kernel": True}, "ds.use_liger_kernel"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(section, changes, field):

@@ -85,24 +85,22 @@ def check_parallelism(config: TrainerConfig) -> Iterator[ConfigError]:
     """Ring and tensor groups against the learner's ranks; ZeRO++ against ZeRO."""
     ds = config.ds
     group = ds.ring_attn_size * ds.tensor_parallel_size
-    world = config.learner.num_ranks
-    if world is None and isinstance(config, PpoConfig):
-        world = config.actor.num_nodes * config.actor.num_gpus_per_node
-    if world is not None and world % group:
-        name = "ds.ring_attn_size" if ds.ring_attn_size > 1 else "ds.tensor_parallel_size"
-        yield wrong(
-            name,
-            group,
-            f"{world} ranks cannot be cut into groups of {group}",
-            "make ring_attn_size x tensor_parallel_size divide the number of ranks",
-        )
-    if ds.ring_attn_size > 1 and not ds.packing_samples:
-        yield wrong(
-            "ds.ring_attn_size",
-            ds.ring_attn_size,
-            "the ring cuts packed sequences",
-            "add --ds.packing_samples",
-        )
+    for role, world in _worlds(config):
+        if world % group:
+            name = "ds.ring_attn_size" if ds.ring_attn_size > 1 else "ds.tensor_parallel_size"
+            yield wrong(
+                name,
+                group,
+                f"{world} ranks of {role} cannot be cut into groups of {group}",
+                "make ring_attn_size x tensor_parallel_size divide the number of ranks",
+            )
+        if world % ds.zpg:
+            yield wrong(
+                "ds.zpg",
+                ds.zpg,
+                f"{world} ranks of {role} cannot be cut into groups of {ds.zpg}",
+                "take a divisor of the number of ranks",
+            )
     if ds.zpg > 1 and ds.zero_stage != 3:
         yield wrong(
             "ds.zpg",
@@ -118,3 +116,13 @@ def check_parallelism(config: TrainerConfig) -> Iterator[ConfigError]:
             "is no type that DeepSpeed knows",
             "take fp32, bf16 or fp16",
         )
+
+
+def _worlds(config: TrainerConfig) -> Iterator[tuple[str, int]]:
+    """Learners and their ranks, as far as the configuration says it."""
+    if config.learner.num_ranks is not None:
+        yield "learner", config.learner.num_ranks
+    elif isinstance(config, PpoConfig):
+        yield "actor", config.actor.num_nodes * config.actor.num_gpus_per_node
+        if needs_critic(config):
+            yield "critic", config.critic.num_nodes * config.critic.num_gpus_per_node
