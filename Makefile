@@ -2,6 +2,7 @@
 #
 #   PYTHON            interpreter that makes the virtual environment   (python3.11)
 #   VENV              where it is                                      (.venv)
+#   ENGINE            rollout engine of `make demo`: transformers or vllm (transformers)
 #   VENV_VLLM         where the environment of the engine vLLM is      (.venv-vllm)
 #   TORCH_INDEX_URL   package index with CPU builds of torch; without it pip takes the default one
 
@@ -56,8 +57,8 @@ setup-recipes: $(BIN)/.recipes ## the same, and what recipes/ reads
 
 setup-vllm: $(VENV_VLLM)/.setup ## make .venv-vllm, the environment of the engine vLLM, for CPUs
 
-demo: $(BIN)/.setup ## SFT, reward model and PPO through all services, with a report (2 to 7 minutes)
-	$(BIN)/python -m quartet.demo
+demo: $(BIN)/.setup $(if $(filter vllm,$(ENGINE)),$(VENV_VLLM)/.setup) ## SFT, reward model and PPO through all services, with a report (2 to 7 minutes)
+	$(if $(filter vllm,$(ENGINE)),ENGINE_PYTHON=$(VENV_VLLM)/bin/python )$(BIN)/python -m quartet.demo
 
 test: $(BIN)/.setup $(VENV_VLLM)/.setup ## every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"

@@ -42,6 +42,8 @@ class Demo:
     folder: Path
     engine: str
     recipes: Path
+    engine_python: str | None = None
+    """Python of the rollout service; None is this one."""
     commands: dict[str, list[str]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -100,6 +102,7 @@ class Demo:
                 "data.prompt_dataset": files.prompts,
                 "ckpt.output_dir": self.model("ppo"),
                 "rollout.engine": self.engine,
+                **({"rollout.python": self.engine_python} if self.engine_python else {}),
             },
         )
 
@@ -196,6 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=os.environ.get("ENGINE") or "transformers",
         help="rollout engine (environment: ENGINE)",
     )
+    parser.add_argument(
+        "--engine-python",
+        default=os.environ.get("ENGINE_PYTHON") or None,
+        help="Python that runs the rollout service (environment: ENGINE_PYTHON)",
+    )
     parser.add_argument("--recipes", type=Path, default=RECIPES, help="folder of the YAML files")
     args = parser.parse_args(argv)
     if not (args.recipes / "ppo.yaml").is_file():
@@ -203,7 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     _quieten_libraries()
     try:
-        return Demo(folder=args.run_dir, engine=args.engine, recipes=args.recipes).run()
+        return Demo(
+            folder=args.run_dir,
+            engine=args.engine,
+            engine_python=args.engine_python,
+            recipes=args.recipes,
+        ).run()
     except FileExistsError as error:
         sys.stderr.write(f"error: {error}; use --run-dir\n")
         return 2

@@ -293,6 +293,7 @@ def _spec(facts: ModelFacts, arguments: dict[str, Any]) -> EngineSpec:
             value=str(mode),
             remedy="use processed_logprobs or raw_logprobs",
         )
+    backends = (PushBackend.GLOO, PushBackend.FILE)
     can_sleep = arguments.get("enable_sleep_mode", True)
     return EngineSpec(
         name="vllm",
@@ -300,8 +301,9 @@ def _spec(facts: ModelFacts, arguments: dict[str, Any]) -> EngineSpec:
         max_num_sequences=arguments["max_num_seqs"],
         manifest=facts.manifest,
         logprob_kinds=kinds,
-        push_backends=(PushBackend.GLOO, PushBackend.FILE),
+        # This process is the member of the group; its workers get the weights at the commit.
+        push_backends=(PushBackend.NCCL, *backends) if has_gpu else backends,
         capabilities=(*(("sleep",) if can_sleep else ()), "isolated", "continuous-batching"),
-        device="cuda" if has_gpu else "cpu",
+        device="cuda:0" if has_gpu else "cpu",
         digest=facts.digest,
     )
