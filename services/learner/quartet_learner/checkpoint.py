@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from quartet import codec
 from quartet.api.learner.v1 import learner_service_pb2 as pb
@@ -69,6 +70,8 @@ class Stored:
     """Of the trained parameters, by name."""
     adapter_scale: float | None
     """alpha / rank where adapters were trained."""
+    tensor_size: int
+    """Ranks over which each matrix was spread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +115,7 @@ def save(
             inside.mkdir(parents=True)
 
     def write() -> None:
-        owned = training_state.places(moment.deepspeed, trained_parameters(moment.model.hf))
+        owned = training_state.places(moment.deepspeed, _trained(moment.model, group))
         if moment.deepspeed.zero_optimization_stage() == 0:
             owned = owned[group.rank :: group.world_size]
         fragments.write_state(moment.deepspeed, owned, inside, group.rank)
@@ -179,16 +182,28 @@ def describe(folder: Path, tag: str) -> Stored:
         zero_stage=facts["zero_stage"],
         shapes={name: tuple(shape) for name, shape in facts["parameters"].items()},
         adapter_scale=facts.get("adapter_scale"),
+        tensor_size=facts["tensor_size"],
     )
 
 
-def check_fits(stored: Stored, model: TrainedModel) -> None:
+def check_fits(stored: Stored, model: TrainedModel, group: RankGroup) -> None:
     """See that a checkpoint is of this model, and that nothing of it is missing.
 
     Raises:
         RequestError: it is not, with the first parameter that says so.
     """
-    ours = _shapes(model)
+    if stored.tensor_size != group.layout.tensor_size:
+        raise RequestError(
+            f"checkpoint {stored.path.name} is of matrices spread over {stored.tensor_size} ranks",
+            reason="CHECKPOINT_OF_OTHER_TENSOR_SIZE",
+            field="ds.tensor_parallel_size",
+            value=str(group.layout.tensor_size),
+            remedy=f"start the learner with --ds.tensor_parallel_size {stored.tensor_size}",
+        )
+    ours = _shapes(model, group)
+    if stored.tensor_size > 1:
+        # Before a run begins matrices are whole here; only their names can be compared.
+        ours = {name: stored.shapes.get(name, shape) for name, shape in ours.items()}
     for name in (*ours, *stored.shapes):
         if ours.get(name) != stored.shapes.get(name):
             raise RequestError(
@@ -210,7 +225,7 @@ def check_fits(stored: Stored, model: TrainedModel) -> None:
         )
     index = fragments.read_index(stored.path)
     average_there = stored.spec.ema_beta is None or (stored.path / EMA).is_file()
-    if gap := index.first_gap(ours) or ("" if average_there else EMA):
+    if gap := index.first_gap(stored.shapes) or ("" if average_there else EMA):
         raise _not_there(f"checkpoint {stored.path.name} lacks {gap}", stored.path.name)
 
 
@@ -236,7 +251,7 @@ def load(
         )
 
     def read() -> None:
-        wanted = training_state.places(deepspeed, trained_parameters(model.hf))
+        wanted = training_state.places(deepspeed, _trained(model, group))
         fragments.read_state(deepspeed, wanted, fragments.read_index(stored.path))
         training_state.set_counters(deepspeed, files.read_json(stored.path / COUNTERS))
         if average is not None:
@@ -270,16 +285,26 @@ def _seal(inside: Path, group: RankGroup, moment: Moment, trainer_state: bytes) 
         "optimizer_steps": moment.optimizer_steps,
         "world_size": group.world_size,
         "zero_stage": moment.deepspeed.zero_optimization_stage(),
-        "parameters": _shapes(moment.model),
+        "tensor_size": group.layout.tensor_size,
+        "parameters": _shapes(moment.model, group),
         "adapter_scale": moment.model.adapter_scale,
         "files": files.inventory(inside),
     }
     (inside / FACTS).write_text(json.dumps(facts, indent=1))
 
 
-def _shapes(model: TrainedModel) -> dict[str, tuple[int, ...]]:
-    """Of the trained parameters, by name."""
+def _trained(model: TrainedModel, group: RankGroup) -> dict[str, nn.Parameter]:
+    """The trained parameters by the names they have on disk: a part of a matrix says which."""
     named = trained_parameters(model.hf)
+    size = group.layout.tensor_size
+    if size == 1:
+        return named
+    return {f"{name}@{group.rank % size}/{size}": p for name, p in named.items()}
+
+
+def _shapes(model: TrainedModel, group: RankGroup) -> dict[str, tuple[int, ...]]:
+    """Of this rank's trained parameters, by name."""
+    named = _trained(model, group)
     return {name: training_state.size_of(parameter) for name, parameter in named.items()}
 
 

@@ -109,7 +109,7 @@ class Conductor:
         """Go on from a checkpoint; verified before any rank touches it."""
         tag = checkpoint.resolve(Path(request.folder), request.tag)
         stored = checkpoint.describe(Path(request.folder), tag)
-        checkpoint.check_fits(stored, self.engine.model)
+        checkpoint.check_fits(stored, self.engine.model, self.engine.group)
         self._check_run(stored.spec)
         return self._on_all_ranks("load_checkpoint", replace(request, tag=tag))
 

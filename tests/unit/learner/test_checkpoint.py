@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from quartet_learner import checkpoint, files, fragments
 from quartet_learner.engine import LearnerEngine
+from quartet_learner.parallel import RankLayout
 from quartet_learner.settings import LearnerSettings
 from safetensors.torch import load_file, save_file
 
@@ -204,20 +206,41 @@ def test_another_model_is_refused_by_its_first_parameter(make_engine, tmp_path):
     engine = make_engine()
     save(engine, tmp_path, "lm")
     stored = checkpoint.describe(tmp_path, "lm")
-    checkpoint.check_fits(stored, engine.model)
+    checkpoint.check_fits(stored, engine.model, engine.group)
     critic = make_engine(head="value")
     with pytest.raises(RequestError, match=r"score\.weight has no place there and shape \[1, "):
-        checkpoint.check_fits(stored, critic.model)
+        checkpoint.check_fits(stored, critic.model, critic.group)
     save(critic, tmp_path, "critic")
     with pytest.raises(RequestError, match=r"score\.weight has shape .* there and no place here"):
-        checkpoint.check_fits(checkpoint.describe(tmp_path, "critic"), engine.model)
+        checkpoint.check_fits(checkpoint.describe(tmp_path, "critic"), engine.model, engine.group)
     name = "model.layers.0.mlp.up_proj.weight"
     facts = json.loads((tmp_path / "lm" / checkpoint.FACTS).read_text())
     facts["parameters"][name][0] += 1
     (tmp_path / "lm" / checkpoint.FACTS).write_text(json.dumps(facts))
     with pytest.raises(RequestError, match=name) as caught:
-        checkpoint.check_fits(checkpoint.describe(tmp_path, "lm"), engine.model)
+        checkpoint.check_fits(checkpoint.describe(tmp_path, "lm"), engine.model, engine.group)
     assert caught.value.info.reason == "CHECKPOINT_OF_OTHER_MODEL"
+
+
+def test_matrices_spread_over_other_ranks_are_refused_by_the_flag(make_engine, tmp_path):
+    engine = make_engine()
+    save(engine, tmp_path, "a")
+    spread = replace(engine.group, layout=RankLayout(world_size=2, tensor_size=2))
+    with pytest.raises(RequestError, match="spread over 1 ranks") as caught:
+        checkpoint.check_fits(checkpoint.describe(tmp_path, "a"), engine.model, spread)
+    assert caught.value.info.field == "ds.tensor_parallel_size"
+    # What such ranks write says which part of a matrix it is.
+    save_spread = checkpoint.Moment(
+        model=engine.model,
+        deepspeed=engine.run.deepspeed,
+        spec=engine.run.spec,
+        optimizer_steps=0,
+        average=None,
+    )
+    checkpoint.save(save_spread, replace(spread, world_size=1), tmp_path, "b", b"")
+    stored = checkpoint.describe(tmp_path, "b")
+    assert all(name.endswith("@0/2") for name in stored.shapes)
+    checkpoint.check_fits(stored, engine.model, spread)
 
 
 def test_what_no_rank_wrote_is_named(make_engine, tmp_path):
@@ -226,14 +249,14 @@ def test_what_no_rank_wrote_is_named(make_engine, tmp_path):
     save(engine, tmp_path, "a")
     (tmp_path / "a" / "ema.safetensors").unlink()
     with pytest.raises(RequestError, match=r"lacks ema\.safetensors"):
-        checkpoint.check_fits(checkpoint.describe(tmp_path, "a"), engine.model)
+        checkpoint.check_fits(checkpoint.describe(tmp_path, "a"), engine.model, engine.group)
     file = tmp_path / "a" / "state_0_0.safetensors"
     tensors = load_file(file)
     key = next(k for k in tensors if k.startswith("exp_avg_sq|0|"))
     tensors[key] = tensors[key][:-1].clone()
     save_file(tensors, file)
     with pytest.raises(RequestError, match=key.split("|")[2] + r" \(exp_avg_sq\)"):
-        checkpoint.check_fits(checkpoint.describe(tmp_path, "a"), engine.model)
+        checkpoint.check_fits(checkpoint.describe(tmp_path, "a"), engine.model, engine.group)
 
 
 def test_a_load_that_fails_half_way_leaves_no_run(make_engine, tmp_path, monkeypatch):

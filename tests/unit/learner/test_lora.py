@@ -261,10 +261,10 @@ def test_a_continued_run_is_bit_for_bit_the_undisturbed_one(make_engine, tmp_pat
     assert all(torch.equal(v, other.run.average.values[n]) for n, v in averages.items())
 
 
-def test_a_checkpoint_of_other_adapters_is_refused(make_engine, tmp_path):
+def test_a_checkpoint_of_other_adapters_is_refused(make_engine, group, tmp_path):
     save(make_engine(**LORA), tmp_path, "saved")
     stored = checkpoint.describe(tmp_path, "saved")
-    checkpoint.check_fits(stored, make_engine(**LORA).model)
+    checkpoint.check_fits(stored, make_engine(**LORA).model, group)
     for settings, said in (
         ({"lora_rank": 8, "lora_alpha": 16}, "another model"),
         ({"lora_rank": 4, "lora_alpha": 16}, "scaled by 2.0"),
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(make_engine, tmp_path):
         ({}, "another model"),
     ):
         with pytest.raises(RequestError, match=said):
-            checkpoint.check_fits(stored, make_engine(**settings).model)
+            checkpoint.check_fits(stored, make_engine(**settings).model, group)
 
 
 def test_a_second_run_begins_with_adapters_of_its_own_seed(make_engine):
