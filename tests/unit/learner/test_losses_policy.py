@@ -110,6 +110,47 @@ def test_divergence_gates(close, gating, level, high, loss, outside, gradient):
     close(out.metrics["vllm_kl"], 0.1, atol=1e-6)
 
 
+@pytest.mark.parametrize("level", ["token", "seq"])
+@pytest.mark.parametrize("gating", ["binary_kl", "tv"])
+def test_no_token_on_which_both_engines_agree_is_left_out(level, gating):
+    """In fp32 the divergence of probabilities that differ by rounding comes out below 0."""
+    generator = torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(500, generator=generator)
+    batch = TokenBatch(
+        segments=torch.arange(500) // 2,
+        num_sequences=250,
+        advantages=torch.ones(500),
+        old_logprobs=old,
+        rollout_logprobs=(old + 1e-6 * torch.randn(500, generator=generator)).clamp(max=0),
+    )
+    correction = MismatchCorrection(
+        level=level, gating=gating, threshold_low=0.0, threshold_high=0.003
+    )
+    counts = StepCounts(tokens=500, sequences=250)
+    out = policy_loss(PolicyLoss(mismatch_correction=correction), batch, old, None, counts)
+    assert out.metrics["is_filter_ratio"] == 0
+    assert out.loss.item() == pytest.approx(-1.0, rel=1e-5)
+
+
+def test_the_statistic_of_a_sequence_is_not_bounded_token_by_token():
+    """One of ten log-ratios is -50: their mean is -5, and not what is left of it within +-20."""
+    rollout = torch.zeros(10).index_fill(0, torch.tensor([3]), 50.0)
+    batch = TokenBatch(
+        segments=torch.zeros(10, dtype=torch.long),
+        num_sequences=1,
+        advantages=torch.ones(10),
+        old_logprobs=torch.zeros(10),
+        rollout_logprobs=rollout,
+    )
+    counts = StepCounts(tokens=10, sequences=1)
+    for low, outside in ((math.exp(-5.1), 0.0), (math.exp(-4.9), 1.0)):
+        spec = MismatchCorrection(level="seq", threshold_low=low, threshold_high=5.0)
+        out = policy_loss(
+            PolicyLoss(mismatch_correction=spec), batch, torch.zeros(10), None, counts
+        )
+        assert out.metrics["is_filter_ratio"] == outside
+
+
 def test_a_sequence_without_tokens_is_not_counted_as_filtered(close):
     padded = Padded([[1.0, 1], [0, 0]])
     batch = padded.batch(

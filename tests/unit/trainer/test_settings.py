@@ -14,6 +14,7 @@ from quartet.trainer.settings import (
     value_loss,
     warmup_note,
 )
+from quartet.trainer.shaping import ShapingSettings
 from quartet.trainer.training import WeightedMeans
 from tests.unit.trainer.players import ppo_config
 
@@ -55,6 +56,34 @@ def test_policy_loss_follows_the_flags():
     kl = {"use_loss": True, "estimator": "k3", "init_coef": 0.02}
     loss = policy_loss(ppo_config(algo={"kl": kl}), kl_coef=0.1)
     assert (loss.kl_loss.coef, loss.kl_loss.estimator) == (0.1, "k3")
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "most", "length"),
+    [
+        ("token-mean", None, 64, 0),
+        ("seq-mean-token-sum", 9, 64, 0),
+        ("seq-mean-token-sum-norm", 9, 64, 9),
+        ("seq-mean-token-sum-norm", None, 64, 64),
+        ("seq-mean-token-sum-norm", None, None, 32),
+    ],
+)
+def test_aggregations_by_name_and_their_length(mode, given, most, length):
+    """Without a length the sum is divided by the longest completion there may be."""
+    actor = {"loss_agg_mode": mode, "loss_agg_length": given, "policy_loss_type": "cispo"}
+    loss = policy_loss(ppo_config(actor=actor, rollout={"max_new_tokens": most}), kl_coef=0.1)
+    assert (loss.type, loss.aggregation, loss.aggregation_length) == ("cispo", mode, length)
+
+
+def test_old_bounds_of_the_kl_and_old_spans_by_flag():
+    advantage = {"estimator": "gae", "observation_spans": "decay"}
+    algo = {"kl": {"use_loss": True, "bound_all": True}, "advantage": advantage}
+    config = ppo_config(algo=algo)
+    assert policy_loss(config, kl_coef=0.1).kl_loss.bound_all
+    shaping = ShapingSettings.of(config)
+    assert (shaping.kl_bounds, shaping.advantage.spans) == ("all", "decay")
+    plain = ShapingSettings.of(ppo_config())
+    assert (plain.kl_bounds, plain.advantage.spans) == ("k3", "carry")
 
 
 def test_one_correction_threshold_is_the_upper_end():
