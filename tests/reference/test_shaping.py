@@ -25,13 +25,22 @@ LIMIT = 6
 
 @st.composite
 def completions(draw):
-    """Reward, logprobs of policy and reference and values by token, whether it was cut."""
+    """Reward; logprobs of policy and reference, and values, by token; whether it was cut; and
+    which tokens the policy chose: the first and the last, and any between."""
     length = draw(st.integers(1, LIMIT))
     numbers = st.lists(
         st.floats(-9, 0).map(lambda x: round(x, 2)), min_size=length, max_size=length
     )
     reward = draw(st.sampled_from([0.0, 1.0, -1.0, 0.1, 30.0, -0.4]))
-    return reward, draw(numbers), draw(numbers), draw(numbers), draw(st.booleans())
+    chosen = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+    chosen[0] = chosen[-1] = True
+    return reward, draw(numbers), draw(numbers), draw(numbers), draw(st.booleans()), chosen
+
+
+def spans_of(chosen: list[bool], start: int) -> tuple[tuple[int, int], ...]:
+    """Runs of chosen tokens, the completion beginning at `start`."""
+    edges = np.flatnonzero(np.diff([0, *map(int, chosen), 0])) + start
+    return tuple(zip(edges[0::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 GROUPS = st.lists(st.lists(completions(), min_size=1, max_size=4), min_size=1, max_size=3)
@@ -55,6 +64,7 @@ def experience_of(groups) -> Experience:
             first_policy_version=1,
             last_policy_version=1,
             replica="r",
+            action_spans=() if all(c[5]) else spans_of(c[5], 2),
         )
         for i, (group, c) in enumerate(flat)
     )
@@ -131,8 +141,8 @@ def test_flags_give_the_formulas(estimator, data):
         plain.Case(
             (plain.Token(False),) * 2
             + tuple(
-                plain.Token(True, estimate(old, ref), float(np.float32(value)))
-                for old, ref, value in zip(c[1], c[2], c[3], strict=True)
+                plain.Token(chosen, estimate(old, ref), float(np.float32(value)))
+                for old, ref, value, chosen in zip(c[1], c[2], c[3], c[5], strict=True)
             ),
             penalised(c, reward),
             number,
