@@ -76,6 +76,12 @@ CASES = [
         {"vllm.enforce_eager": True, "rollout.address": "localhost:1"},
         "the services at --rollout.address have their own",
     ),
+    (PpoConfig, {"vllm.extra": ("block_size=32",)}, "no effect on the engine transformers"),
+    (
+        PpoConfig,
+        {"rollout.python": "python", "rollout.address": "localhost:1"},
+        "rollout.python: the services at --rollout.address have their own",
+    ),
     (
         PpoConfig,
         {"data.apply_chat_template": True, "data.input_template": "{}"},

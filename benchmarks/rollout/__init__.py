@@ -1,0 +1,1 @@
+"""Tokens a second of the rollout service, against the engine that it holds."""
