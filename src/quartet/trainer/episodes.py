@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,15 +41,25 @@ logger = logging.getLogger(__name__)
 class Episodes:
     """`Producer` by an agent: samples with rewards."""
 
-    def __init__(self, agents: AgentPool, sampler: Sampler, *, max_length: int) -> None:
+    def __init__(
+        self,
+        agents: AgentPool,
+        sampler: Sampler,
+        *,
+        max_length: int,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Have episodes played in `agents`, whose policy is `sampler`.
 
         Args:
             agents: the workers.
             sampler: the rollout replicas.
             max_length: most tokens of a sample.
+            say: shows a line to the user: the first failure of each kind.
         """
         self._agents = agents
+        self._say = say
+        self._said: set[str] = set()
         self._sampler = sampler
         self._max_length = max_length
 
@@ -102,16 +112,24 @@ class Episodes:
         try:
             play = await self._agents.play(episode, policy.script, policy.attempt)
         except DataError as error:
-            logger.warning("%s [sample %s]", error.message, name)
-            for note in getattr(error, "__notes__", ()):
-                logger.debug("[sample %s]\n%s", name, note)
-            failure = Failure(
-                error_class=error.error_class, reason=error.info.reason, message=error.message
-            )
-            return DroppedSample(
-                sample_id=name, reason=reason_of("agent", failure), message=error.message
-            )
+            return self._lost(name, error)
         return Made(sample=_sample_of(name, group, play, policy.script), reward=play.reward)
+
+    def _lost(self, name: str, error: DataError) -> DroppedSample:
+        """The drop that a failed episode is, with a trace of it in the log."""
+        failure = Failure(
+            error_class=error.error_class, reason=error.info.reason, message=error.message
+        )
+        drop = DroppedSample(
+            sample_id=name, reason=reason_of("agent", failure), message=error.message
+        )
+        logger.warning("%s [sample %s]", error.message, name)
+        for note in getattr(error, "__notes__", ()):
+            logger.debug("[sample %s]\n%s", name, note)
+        if drop.reason not in self._said:
+            self._said.add(drop.reason)
+            self._say(f"{drop.reason}, here for the first time: {error} [sample {name}]")
+        return drop
 
 
 class _Policy:

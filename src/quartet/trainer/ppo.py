@@ -14,6 +14,7 @@ from quartet.config import PpoConfig
 from quartet.config.derive import longest_prompt
 from quartet.data import Prompt, Source, eval_source, fingerprint_of, load_prompts
 from quartet.obs.progress import Progress
+from quartet.trainer.agent_log import agent_log
 from quartet.trainer.best import best_key
 from quartet.trainer.inputs import policy_tokenizer, say_report
 from quartet.trainer.ppo_loop import PpoLoop
@@ -46,6 +47,7 @@ def prepare(config: PpoConfig, progress: Progress) -> Job:
                 config, run, stack, fingerprint=inputs.tokenizer_fingerprint
             )
             if inputs.agent is not None:
+                stack.enter_context(agent_log(run.folder))
                 agents = await stack.enter_async_context(AgentPool(inputs.agent))
                 players = replace(players, agents=agents)
             await PpoLoop(config, run, inputs, players).run()

@@ -71,11 +71,13 @@ def _groups_in_flight(config: PpoConfig, players: Players) -> int:
     return groups_in_flight(config) or players.max_groups_in_flight
 
 
-def _producer(config: PpoConfig, players: Players) -> Producer:
+def _producer(config: PpoConfig, run: Run, players: Players) -> Producer:
     """Who makes samples of prompts."""
     if players.agents is None:
         return Answers(players.sampler)
-    return Episodes(players.agents, players.sampler, max_length=config.data.max_len)
+    return Episodes(
+        players.agents, players.sampler, max_length=config.data.max_len, say=run.progress.say
+    )
 
 
 def evaluation_of(
@@ -92,7 +94,7 @@ def evaluation_of(
             num_samples=config.eval.n_samples_per_prompt,
         ),
         inputs.eval_prompts,
-        producer=_producer(config, players),
+        producer=_producer(config, run, players),
         scoring=scoring,
         max_groups_in_flight=_groups_in_flight(config, players),
         progress=run.progress,
@@ -149,7 +151,7 @@ def _pipeline(
     deterministic = config.train.full_determinism_enable
     generation = Generation(
         generation_settings(config, run),
-        _producer(config, players),
+        _producer(config, run, players),
         ledger=run.ledger,
         drops=drops,
     )

@@ -9,6 +9,7 @@ import pytest
 
 from quartet.agents.episode import read_result
 from quartet.errors import DataError, InfraError
+from quartet.trainer.agent_log import agent_log
 from quartet.trainer.episodes import Episodes
 from quartet.trainer.experience import Group
 from quartet.trainer.generation import GenerationSettings, Made
@@ -65,7 +66,7 @@ SETTINGS = GenerationSettings(
 )
 
 
-async def make(agents, sampler, *, settings=SETTINGS, max_length=64, count=1):
+async def make(agents, sampler, *, settings=SETTINGS, max_length=64, count=1, say=print):
     groups = [Group(index=i, prompt=p) for i, p in enumerate(prompts(count))]
     requests = [
         PromptGroup(
@@ -76,7 +77,7 @@ async def make(agents, sampler, *, settings=SETTINGS, max_length=64, count=1):
         )
         for g in groups
     ]
-    made = await Episodes(agents, sampler, max_length=max_length).make(
+    made = await Episodes(agents, sampler, max_length=max_length, say=say).make(
         groups, requests, settings=settings, policy_version=4
     )
     assert all(len(entries) == 1 for entries in made)
@@ -132,12 +133,24 @@ async def test_what_the_engine_gave_up_is_told_to_the_agent():
     assert lost.reason == "agent_rollout_aborted"
 
 
-async def test_one_lost_episode_costs_no_other(caplog):
+async def test_one_lost_episode_costs_no_other(tmp_path):
     error = DataError("the agent failed: ValueError: x (a.py:3)", reason="ERROR")
-    lost, kept = await make(FakeAgents(failures={"0/p0/0": error}), FakeSampler(), count=2)
+    error.add_note("Traceback: all of it")
+    said = []
+    failures = {"0/p0/0": error, "0/p1/0": error}
+    with agent_log(tmp_path) as path:
+        lost, again, kept = await make(
+            FakeAgents(failures=failures), FakeSampler(), count=3, say=said.append
+        )
     assert (lost.sample_id, lost.reason) == ("0/p0/0", "agent_error")
+    assert again.sample_id == "0/p1/0"
     assert isinstance(kept, Made)
-    assert "ValueError: x (a.py:3) [sample 0/p0/0]" in caplog.text
+    [line] = said  # the first of a kind is shown, all are written down
+    assert line.endswith("ValueError: x (a.py:3) [sample 0/p0/0]")
+    written = path.read_text()
+    assert "ValueError: x (a.py:3) [sample 0/p0/0]" in written
+    assert "ValueError: x (a.py:3) [sample 0/p1/0]" in written
+    assert "Traceback: all of it" in written
 
 
 async def test_without_a_policy_the_call_fails_and_nothing_goes_on():
@@ -153,10 +166,10 @@ async def test_without_a_policy_the_call_fails_and_nothing_goes_on():
     assert len(asyncio.all_tasks()) == 1
 
 
-async def run_loop(tmp_path, agents, **sections):
+async def run_loop(tmp_path, agents, *, train_flags=None, **sections):
     cast = Cast(reference=None)
     config = ppo_config(
-        train={"agent_func_path": "a.py"},
+        train={"agent_func_path": "a.py", **(train_flags or {})},
         algo={"kl": {"init_coef": 0.0}},
         data={"max_len": 64},
         **sections,
@@ -175,8 +188,12 @@ async def train(cast, config, folder, agents):
         run.progress.close()
 
 
-async def test_the_learner_trains_on_actions_alone(tmp_path):
-    cast = await run_loop(tmp_path, FakeAgents())
+MODES = [{}, {"full_determinism_enable": True}, {"async_enable": True}]
+
+
+@pytest.mark.parametrize("flags", MODES, ids=["stream", "barriers", "ahead"])
+async def test_the_learner_trains_on_actions_alone(tmp_path, flags):
+    cast = await run_loop(tmp_path, FakeAgents(), train_flags=flags)
     [metrics] = cast.metrics
     assert metrics["num_turns"] == 2
     assert metrics["rollout_logprob_gap"] == 0
