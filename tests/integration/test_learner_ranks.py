@@ -187,25 +187,34 @@ async def gone(pids: list[int], seconds: float = 20) -> None:
             await asyncio.sleep(0.02)
 
 
+PACKED = {"ds.packing_samples": True}
+ADAPTERS = {"ds.lora.rank": 4}
+RING = {"ds.ring_attn_size": 2, "ds.ring_attn_head_stride": 2, **PACKED}
+TENSOR = {"ds.tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("stage", "head", "loss", "packed", "rank"),
+    ("stage", "head", "loss", "more"),
     [
-        (0, Head.REWARD, PairwiseLoss(), False, 0),
-        (2, Head.VALUE, ValueLoss(), True, 0),
-        (3, Head.LM, POLICY, False, 0),
-        (2, Head.REWARD, PairwiseLoss(), False, 4),
+        (0, Head.REWARD, PairwiseLoss(), {}),
+        (2, Head.VALUE, ValueLoss(), PACKED),
+        (3, Head.LM, POLICY, {}),
+        (2, Head.REWARD, PairwiseLoss(), ADAPTERS),
+        (0, Head.REWARD, PairwiseLoss(), RING),
+        (3, Head.LM, replace(POLICY, type="gspo"), RING),
+        (2, Head.LM, POLICY, TENSOR),
+        (3, Head.VALUE, ValueLoss(), TENSOR),
     ],
 )
-async def test_two_ranks_train_like_one(tmp_path, tiny_model_dir, stage, head, loss, packed, rank):
+async def test_two_ranks_train_like_one(tmp_path, tiny_model_dir, stage, head, loss, more):
     steps = PAIRED_STEPS if head is Head.REWARD else STEPS
+    rank = more.get("ds.lora.rank", 0)
     one_rank = LearnerService(
         LearnerSettings(model_name_or_path=str(tiny_model_dir), head=head, lora_rank=rank)
     )
     async with loopback(one_rank) as address, LearnerClient(address) as client:
         expected = await train(client, loss, steps, tmp_path / "one")
-    flags = {"ds.zero_stage": stage, "learner.head": head, "ds.lora.rank": rank}
-    if packed:
-        flags["ds.packing_samples"] = True
+    flags = {"ds.zero_stage": stage, "learner.head": head, **more}
     async with serve(tmp_path, tiny_model_dir, **flags) as (process, client, others):
         assert (await client.get_info()).world_size == 2
         assert len(others) == 1
@@ -226,8 +235,13 @@ async def test_two_ranks_train_like_one(tmp_path, tiny_model_dir, stage, head, l
         assert different.float().mean() < 0.02, name
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-async def test_two_ranks_of_zero_3_push_save_and_continue(tmp_path, tiny_model_dir, rank):
+ZERO_3 = {"ds.zero_stage": 3}
+
+
+@pytest.mark.parametrize(
+    "flags", [ZERO_3, ZERO_3 | ADAPTERS, TENSOR], ids=["zero 3", "adapters", "tensor"]
+)
+async def test_two_ranks_that_share_weights_push_save_and_continue(tmp_path, tiny_model_dir, flags):
     rollout = RolloutService(
         RolloutServeConfig(
             rollout=RolloutEngineConfig(model_name_or_path=str(tiny_model_dir)),
@@ -237,7 +251,7 @@ async def test_two_ranks_of_zero_3_push_save_and_continue(tmp_path, tiny_model_d
     async with (
         loopback(rollout) as rollout_address,
         RolloutClient(rollout_address) as rollouts,
-        serve(tmp_path, tiny_model_dir, **{"ds.zero_stage": 3, "ds.lora.rank": rank}) as (
+        serve(tmp_path, tiny_model_dir, **flags) as (
             _,
             client,
             _others,

@@ -90,7 +90,8 @@ class TrainedModel(nn.Module):
         if ring is not None:
             piece = ring.cut(inputs, rows)
             inputs, rows = piece.inputs, piece.rows
-            targets = None if targets is None else targets[piece.owners == ring.rank]
+            if targets is not None and self.scorer is not None:
+                targets = targets[piece.owners == ring.rank]
         options = packed_arguments(inputs, self.hf.config._attn_implementation)
         options |= attention_arguments(self.hf, inputs)
         if owners is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quartet.nn.loading import attention_kernels, pick_device
 from quartet_learner import attention, deepcompile, kernels, ring_attention, tensor_parallel
 from quartet_learner.group import RankGroup
 from quartet_learner.model import TrainedModel, load_model
@@ -35,6 +34,5 @@ def load_prepared(settings: LearnerSettings, group: RankGroup) -> tuple[TrainedM
             size=settings.ring_size,
             head_stride=settings.ring_head_stride,
         )
-        kernels_of_one = attention_kernels(settings.attn_implementation, pick_device())
-        ring_attention.install(model.hf, model.ring, kernels_of_one)
+        ring_attention.install(model.hf, model.ring)
     return model, head_is_new

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quartet.errors import ConfigError
+from quartet.nn.attention import NAME as CAUSAL
 from quartet_learner.ring import Ring
 
 NAME = "quartet_ring"
@@ -25,13 +26,12 @@ Kernel = Callable[[Ring, Tensor, Tensor, Tensor, float | None, int | None], Tens
 [width, heads, dim]."""
 
 
-def install(hf: Any, ring: Ring, attn_implementation: str) -> None:
+def install(hf: Any, ring: Ring) -> None:
     """Let a loaded model attend over `ring`.
 
     Args:
-        hf: the transformers model.
+        hf: the transformers model, loaded with the kernels that would work on one rank.
         ring: of this rank.
-        attn_implementation: the kernels that would work on one rank: sdpa or flash_attention_2.
 
     Raises:
         ConfigError: the model, or these kernels, cannot work in a ring.
@@ -39,7 +39,7 @@ def install(hf: Any, ring: Ring, attn_implementation: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     check_model(hf, ring.head_stride)
-    kernel = kernel_of(attn_implementation)
+    kernel = kernel_of(hf.config._attn_implementation)
 
     def attend(
         module: nn.Module,
@@ -63,7 +63,7 @@ def install(hf: Any, ring: Ring, attn_implementation: str) -> None:
 
 def kernel_of(attn_implementation: str) -> Kernel:
     """The kernel for a name of transformers; ConfigError for one that has none."""
-    if attn_implementation == "sdpa":
+    if attn_implementation in ("sdpa", CAUSAL):
         return sdpa
     if attn_implementation == "flash_attention_2":
         return flash
