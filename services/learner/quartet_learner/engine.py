@@ -155,6 +155,9 @@ class LearnerEngine:
             dist_init_required=False,
         )
         tensor_parallel.trust_the_data(engine)
+        if self.group.layout.gradient_size == 1 and not engine.zero_optimization():
+            # There is nobody to sum with; DeepSpeed would copy all gradients twice to find out.
+            engine.enable_backward_allreduce = False
         deepcompile.compile_engine(engine, self.settings)
         average = None
         if spec.ema_beta is not None:
