@@ -1,7 +1,7 @@
 """What the runs of `benchmarks.learning_curves` gave: numbers, who learned, figure, page.
 
 A curve is the mean of a step's samples, drawn at temperature 1 by the policy as it then was. Beside
-it stands what was measured afterwards, on prompts that no run was trained on.
+it stands what was measured afterwards, by other code, on prompts drawn apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 EDGE_STEPS = 3
 """The start and the end of a curve are means over so many steps."""
 
-HELD_OUT = ("lexicon", "reward", "kl", "entropy", "length")
+MEASURED = ("lexicon", "reward", "kl", "entropy", "length")
 """What is measured before and after a run, see `quartet.demo.measure`."""
 
 COLORS = ("#2060a0", "#d06000", "#208040", "#a02060", "#6040a0", "#806020", "#404040")
@@ -33,9 +33,9 @@ class Curve:
     reward: Sequence[float]
     """By step, over all samples of the step: what the estimator was given."""
     lexicon: Sequence[float]
-    """By step, over the step's samples that are kept as text: what no training has seen."""
+    """By step, over the step's samples that are kept as text: what PPO is not given."""
     before: Mapping[str, float]
-    """On held-out prompts, of the model that the run began with: the names of `HELD_OUT`."""
+    """Of the model that the run began with: the names of `MEASURED`."""
     after: Mapping[str, float]
     """The same of the model that the run exported."""
 
@@ -59,7 +59,7 @@ class Curve:
         for name in ("reward", "lexicon"):
             if self.after[name] <= self.before[name]:
                 found.append(
-                    f"held-out {name} {self.before[name]:.3f} -> {self.after[name]:.3f}",
+                    f"{name} afterwards {self.before[name]:.3f} -> {self.after[name]:.3f}",
                 )
         return found
 
@@ -85,8 +85,8 @@ def by_estimator(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
 def table(curves: Sequence[Curve]) -> str:
     """The numbers as a Markdown table: means over seeds, in brackets the lowest and highest."""
     lines = [
-        "| estimator | seeds | reward in training | lexicon in training | reward, held out | "
-        "lexicon, held out | KL per token | entropy | learned |",
+        "| estimator | seeds | reward in training | lexicon in training | reward afterwards | "
+        "lexicon afterwards | KL per token | entropy | learned |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in by_estimator(curves).items():
@@ -120,7 +120,7 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = (
-        ("lexicon", "lexicon score, which no training has seen"),
+        ("lexicon", "lexicon score, which PPO is not given"),
         ("reward", "reward by the reward model"),
     )
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": file.name, "font.size": 8}):
@@ -161,16 +161,17 @@ def page(curves: Sequence[Curve], *, command: str, common: Mapping[str, str]) ->
         "The task is the demo's: a language model of half a million parameters that writes short",
         "sentences, and a reward model trained on pairs of them. All runs begin with the same two",
         f"models and have the same budget: {len(first.reward)} steps of 256 samples, two optimizer",
-        "steps each. The lexicon score (vaderSentiment, -1 to 1) ranked the reward model's pairs;",
-        "no PPO run sees it.",
+        "steps each. The lexicon score (vaderSentiment, -1 to 1) ordered the reward model's pairs;",
+        "no run of PPO is given it.",
         "",
         "![curves](curves.svg)",
         "",
         "Lines are means over seeds and over three neighbouring steps, bands reach from the lowest",
         f"to the highest seed. In the table start and end of training are means over {EDGE_STEPS}",
-        "steps; held out are 256 prompts of which no run has seen any, measured by other code than",
-        "the training's (`quartet.demo.measure`). `a -> b (c to d)`: mean before, mean after, and",
-        "the seeds' lowest and highest. A run learned when all four rose.",
+        "steps. Afterwards means completions of 256 prompts that were drawn apart (the task has",
+        "some 300 beginnings of sentences, which occur in training too), measured by other code",
+        "than the training's (`quartet.demo.measure`). `a -> b (c to d)`: mean before, mean after,",
+        "and the seeds' lowest and highest. A run learned when all four rose.",
         "",
         table(curves),
         "",

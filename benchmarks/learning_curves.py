@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from threading import Lock
 
-from benchmarks.curves import HELD_OUT, Curve, draw, page, table
+from benchmarks.curves import MEASURED, Curve, draw, page, table
 from quartet.data import load_tokenizer
 from quartet.demo.__main__ import Demo
 from quartet.demo.measure import measure
@@ -171,8 +171,7 @@ def _curve(task: Task, estimator: str, seed: int, options: argparse.Namespace) -
     curve.save(file)
     shutil.rmtree(model)
     print(
-        f"{name}: held-out lexicon score {curve.before['lexicon']:.3f} -> "
-        f"{curve.after['lexicon']:.3f}",
+        f"{name}: lexicon score {curve.before['lexicon']:.3f} -> {curve.after['lexicon']:.3f}",
         flush=True,
     )
     return curve
@@ -230,7 +229,7 @@ def _measured(policy: Path, task: Task, seed: int) -> dict[str, float]:
             prompts=prompts,
             seed=seed,
         )
-    return {name: getattr(found, "gold" if name == "lexicon" else name) for name in HELD_OUT}
+    return {name: getattr(found, "gold" if name == "lexicon" else name) for name in MEASURED}
 
 
 def _write(task: Task, curves: Sequence[Curve], options: argparse.Namespace) -> None:
