@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from quartet.clients import RolloutClient
 from quartet.testing.tiny import TinyShape, make_tiny_model
-from quartet.types import PromptGroup, PushBackend, ReplicaState, SamplingParams
+from quartet.types import PauseMode, PromptGroup, PushBackend, ReplicaState, SamplingParams
 from quartet.weights import manifest_of_model, pack_bucket, plan_buckets, push_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -241,3 +241,42 @@ async def test_a_replica_killed_inside_a_broadcast(replicas, pushed):
     # Told to end, it does, stuck thread or not.
     first.signal(signal.SIGTERM)
     assert await asyncio.to_thread(first.process.wait, 20) == 0
+
+
+async def test_a_push_in_the_middle_of_completions(replicas, pushed):
+    """Held, pushed to, and let go: each token is of the weights that its span names, and the keys
+    and values before it are of the same."""
+    prompt = PROMPTS[1]
+    group = PromptGroup(group_id="g", prompt_token_ids=prompt, num_samples=2, seeds=(1, 2))
+    async with RolloutClient(replicas[0].address) as client:
+        asking = asyncio.create_task(
+            client.generate(
+                request_id="long",
+                groups=[group],
+                sampling=SamplingParams(max_new_tokens=80, ignore_eos=True),
+            )
+        )
+        while (await client.get_info()).completions_in_flight < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        # Sampled in the same steps as the others: they have a token when this one has.
+        await client.generate(
+            request_id="short",
+            groups=[replace(group, group_id="s")],
+            sampling=SamplingParams(max_new_tokens=1),
+        )
+        assert await client.pause(PauseMode.KEEP) == 2
+        result = await push(pushed[1], replicas, 1)
+        assert [replica.committed for replica in result.replicas] == [True, True]
+        assert not asking.done()
+        await client.resume()
+        completions = (await asking).groups[0].completions
+    for completion in completions:
+        tokens = [*prompt, *completion.token_ids.tolist()]
+        assert [span.policy_version for span in completion.versions] == [0, 1]
+        for span in completion.versions:
+            with torch.no_grad():
+                logits = pushed[span.policy_version](torch.tensor([tokens])).logits[0]
+            wanted = logits.log_softmax(-1)
+            for place in range(span.start, span.end):
+                at = len(prompt) + place
+                assert abs(completion.logprobs[place] - float(wanted[at - 1, tokens[at]])) < 1e-4

@@ -95,7 +95,7 @@ class Ahead:
         """Groups that were made and belong to no row yet, in order."""
         self._episode = 0
         """The pass that they belong to."""
-        self._num_trained = 0
+        self._num_trained, self._last = 0, 0
         self._moved = asyncio.Event()
         """Set when a step was trained."""
         self._doing = ""
@@ -106,7 +106,7 @@ class Ahead:
     @asynccontextmanager
     async def running(self, first: int, last: int) -> AsyncGenerator[None]:
         """Produce while the context lasts. A failure of either side ends the other at once."""
-        self._num_trained = first - 1
+        self._num_trained, self._last = first - 1, last
         async with asyncio.TaskGroup() as tasks:
             producer = tasks.create_task(self._produce(first, last))
             yield
@@ -216,7 +216,9 @@ class Ahead:
     async def _room(self, step: int, missing: int) -> int:
         """How many prompts to draw now; waits until it is at least one."""
         settings = self._settings
-        wanted = max(missing, settings.generate_size - len(self._left))
+        # No more than the steps that are left can train.
+        useful = min(settings.generate_size, (self._last - step + 1) * settings.batch_size)
+        wanted = max(missing, useful - len(self._left))
         while True:
             # Steps are trained in order: those before this one count as full, whatever they held.
             room = capacity(

@@ -108,7 +108,7 @@ class PpoLoop:
             f"{samples_per_rollout(config)} samples, {schedule.policy_steps} optimizer steps of "
             f"the policy{rest}"
         )
-        await self._rest.learn()
+        await self._rest.start()
         behind = await self._resume() if config.ckpt.load_enable else 0
         if not behind:
             await self._learners.start()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -59,16 +59,25 @@ class SleepingEngine(Protocol):
 class Rest:
     """Puts services to sleep and wakes them. Does nothing where none is to sleep."""
 
-    def __init__(self, engine: SleepingEngine | None, sleepers: dict[str, Sleeper]) -> None:
-        """Begin with everybody awake.
+    def __init__(
+        self,
+        engine: SleepingEngine | None,
+        sleepers: Mapping[str, Sleeper],
+        *,
+        left: Sequence[SleepingEngine | Sleeper] = (),
+    ) -> None:
+        """Know who sleeps; `start` comes first.
 
         Args:
             engine: The rollout replicas; None where they never sleep.
             sleepers: By role, those of the others that do.
+            left: Those that do not in this run, but may have been left asleep by another.
         """
         self._engine = engine
         self._sleepers = sleepers
-        self._asleep: set[str] = set()
+        self._left = left
+        # Who knows what the last run left: the first phase tells everybody where to be.
+        self._asleep = {role for role in LEARNERS if role in sleepers}
         self._lock = asyncio.Lock()
         self.push_follows = True
         """Whether the weights are pushed before anything is generated again."""
@@ -81,6 +90,11 @@ class Rest:
     def is_on(self) -> bool:
         """Whether anybody sleeps."""
         return self._engine is not None or bool(self._sleepers)
+
+    async def start(self) -> None:
+        """Have the learners awake, and nobody asleep for whom this run has no phases."""
+        await _together(player.wake() for player in self._left)
+        await self.learn()
 
     async def generate(self) -> None:
         """Have the engine awake, alone."""
@@ -185,14 +199,25 @@ async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 def rest_of(config: PpoConfig, players: Players) -> Rest:
     """Who sleeps between its phases, as the flags ask for it."""
-    sleepers: dict[str, Sleeper] = {}
-    if config.ds.enable_sleep:
-        sleepers["learner"] = players.policy
-        if players.critic is not None:
-            sleepers["critic"] = players.critic
-        if players.reference is not None:
-            sleepers["ref"] = players.reference
+    engine = players.sampler if config.vllm.enable_sleep else None
+    found: dict[str, Sleeper | None] = {
+        "learner": players.policy,
+        "critic": players.critic,
+        "ref": players.reference,
         # Functions and endpoints hold no memory of a device.
-        if players.judge is not None and not config.reward.remote_url:
-            sleepers["reward"] = players.judge
-    return Rest(players.sampler if config.vllm.enable_sleep else None, sleepers)
+        "reward": None if config.reward.remote_url else players.judge,
+    }
+    models = {role: player for role, player in found.items() if player is not None}
+    # Only what stands by itself can have been left asleep.
+    stands = {
+        "learner": config.learner.address,
+        "critic": config.critic.address,
+        "ref": config.ref.address,
+        "reward": config.reward.address,
+    }
+    left: list[SleepingEngine | Sleeper] = []
+    if engine is None and config.rollout.address:
+        left.append(players.sampler)
+    if not config.ds.enable_sleep:
+        left += [player for role, player in models.items() if stands[role]]
+    return Rest(engine, models if config.ds.enable_sleep else {}, left=left)

@@ -326,11 +326,30 @@ async def test_how_much_is_drawn_at_once_does_not_decide_what_belongs_to_a_step(
         assert max(m["staleness/max"] for m in casts[0].metrics) <= 2
 
 
+async def test_a_pass_without_anything_to_learn_ends_and_says_so(tmp_path):
+    cast = scored(new_cast(), {p.prompt_id: SOLVED for p in prompts(12)})
+    algo = {"advantage": {"estimator": "group_norm"}, "dynamic_filtering_enable": True}
+    settings = config(algo=algo, rollout={"vllm_generate_batch_size": 5})
+    counts, reasons = await play(cast, settings, tmp_path, num_prompts=12)
+    assert (counts, reasons) == ({"dropped": 24}, {"filtered": 24})
+    (row,) = cast.metrics
+    assert row["dynamic_filtering_pass_rate"] == 0
+    assert row["dropped/filtered"] == 24
+    assert of(cast, "train") == []
+
+
 async def test_what_was_drawn_beyond_a_step_is_generated_once(tmp_path):
     cast = new_cast()
     await play(cast, config(rollout={"vllm_generate_batch_size": 6}), tmp_path, num_prompts=12)
     names = [name for _, _, names in of(cast, "generate") for name in names]
     assert len(names) == len(set(names)) == 24
+
+
+async def test_nothing_is_drawn_that_no_step_will_train(tmp_path):
+    cast = new_cast()
+    settings = config(train={"max_steps": 3}, rollout={"vllm_generate_batch_size": 4})
+    counts, _ = await play(cast, settings, tmp_path, num_prompts=16)
+    assert counts == {"trained": 12}
 
 
 async def test_a_failing_engine_ends_the_run_while_the_learner_works(tmp_path):
