@@ -234,6 +234,24 @@ def test_a_gradient_that_is_not_finite_moves_no_adapter(make_engine):
     assert all(torch.equal(weight, weights_of(engine)[name]) for name, weight in before.items())
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_frozen_weights_sleep_and_wake_too(make_engine, monkeypatch, stage):
+    engine = trained(make_engine(zero_stage=stage, lr=1e-2, **LORA), steps=1)
+    before = weights_of(engine)
+    frozen = [p for p in engine.model.hf.parameters() if not p.requires_grad]
+    places = [p.data_ptr() for p in frozen]
+    # A copy in place of a move: here both ends are the same memory.
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **k: to(t, *a, **k).clone())
+    engine.sleep()
+    if stage > 0:
+        assert not {p.data_ptr() for p in frozen} & set(places)
+    engine.wake()
+    monkeypatch.undo()
+    assert all(torch.equal(weight, weights_of(engine)[name]) for name, weight in before.items())
+    trained(engine, steps=1, lr_steps=1)
+
+
 def test_dropout_is_in_training_alone(make_engine):
     engine = trained(make_engine(lr=2e-2, lora_dropout=0.5, **LORA), steps=3)
     sequences = make_sequences()
