@@ -43,6 +43,13 @@ class Slow(FakeReward):
         print("stopping", flush=True)
 
 
+class Dying(Slow):
+    """Finds that it cannot go on."""
+
+    async def failed(self) -> FatalError:
+        return FatalError("the engine is gone")
+
+
 def main() -> int:
     mode, settings = sys.argv[1], json.loads(sys.argv[2])
     if mode == "parent":
@@ -52,7 +59,8 @@ def main() -> int:
         return child.wait()
     metrics: dict[str, Any] = settings.pop("metrics", {})
     assert Path(__file__).exists()
-    return server.run(Slow(mode), RpcConfig(**settings), MetricsConfig(**metrics))
+    service = Dying(mode) if mode == "dying" else Slow(mode)
+    return server.run(service, RpcConfig(**settings), MetricsConfig(**metrics))
 
 
 if __name__ == "__main__":

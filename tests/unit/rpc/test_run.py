@@ -128,6 +128,14 @@ def test_failure_to_start(start: Start, mode: str, code: int, line: str) -> None
     assert ("Traceback" in err) == (mode == "bug")
 
 
+def test_a_service_that_cannot_go_on_ends_to_be_started_again(start: Start) -> None:
+    process = start("dying")
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert out.endswith("stopping\n")
+    assert "the service cannot go on: the engine is gone" in err
+
+
 def test_wrong_settings_end_before_anything_starts(start: Start) -> None:
     process = start(host="0.0.0.0")
     out, err = process.communicate(timeout=30)
