@@ -93,8 +93,8 @@ EXPLAINED: Mapping[str, str] = {
     "reward.stop_properly_penalty_coef": "Never raises a reward; --reward.stop_properly_legacy is "
     "OpenRLHF's rule.",
     "ds.adam_offload": "Changes nothing where there is no GPU, and the learner says so.",
-    "ds.use_universal_ckpt": "Every checkpoint can be loaded by any number of ranks and at any ZeRO "
-    "stage, with and without this flag.",
+    "ds.use_universal_ckpt": "Every checkpoint can be loaded by any number of ranks and at any "
+    "ZeRO stage, with and without this flag.",
     "ds.attn_implementation": "Where there is no GPU, sdpa takes the place of flash "
     "attention, and the service says so.",
     "ds.lora.rank": "A scalar head is trained whole and saved; pushes and exports carry the merged "
