@@ -47,7 +47,7 @@ def test_fault_14_gamma_stays_what_the_flag_says():
     first, second = (shape(rollout, settings, kl_coef=0.0) for _ in range(2))
     assert first.returns.tolist() == second.returns.tolist() == [0, 0.5, 1, 0, 0, 0]
     with pytest.raises(FrozenInstanceError):
-        settings.advantage.gamma = 1.0
+        settings.advantage.gamma = 1.0  # pyright: ignore[reportAttributeAccessIssue]
     flags = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2 "
     assert refusals(flags + "--algo.advantage.gamma 0.5") == {"algo.advantage.gamma"}
     assert refusals(flags) == set()
