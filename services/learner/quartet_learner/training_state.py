@@ -106,7 +106,7 @@ def publish(deepspeed: Any) -> None:
 
 def counters(deepspeed: Any) -> dict[str, Any]:
     """State of schedule and loss scale, the same on all ranks, as JSON can hold it."""
-    scaler = getattr(deepspeed.optimizer, "loss_scaler", None)
+    scaler = _scaler(deepspeed)
     return {
         "schedule": deepspeed.lr_scheduler.state_dict(),
         "loss_scale": {f: getattr(scaler, f) for f in SCALER_FIELDS if hasattr(scaler, f)},
@@ -119,10 +119,16 @@ def set_counters(deepspeed: Any, stored: Mapping[str, Any]) -> None:
     schedule.load_state_dict(dict(stored["schedule"]))
     for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
         group["lr"] = rate
-    scaler = getattr(deepspeed.optimizer, "loss_scaler", None)
+    scaler = _scaler(deepspeed)
     for field, value in stored["loss_scale"].items():
         if hasattr(scaler, field):
             setattr(scaler, field, value)
+
+
+def _scaler(deepspeed: Any) -> Any:
+    """What adapts the loss scale to fp16, or None."""
+    scaler = getattr(deepspeed.optimizer, "loss_scaler", None)
+    return scaler if getattr(scaler, "dynamic", False) else None
 
 
 def _place_of_zero_2(optimizer: Any, name: str, parameter: Any) -> Place | None:
