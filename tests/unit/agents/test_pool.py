@@ -116,7 +116,7 @@ async def test_many_episodes_share_a_worker_and_none_spoils_another(
         "fork": None,
         "other loop": None,
     }
-    async with pool_of(write_agent(BEHAVIOURS), time_limit=3) as pool:
+    async with pool_of(write_agent(BEHAVIOURS), time_limit=5) as pool:
         [pid] = pool.worker_pids
         said = await asyncio.gather(
             *(
@@ -153,9 +153,9 @@ async def test_errors_say_where_in_the_users_file(pool_of, write_agent, policy, 
 async def test_waiting_for_the_policy_costs_no_time(pool_of, write_agent, policy, play):
     slow = policy()
     slow.gate = asyncio.Event()
-    async with pool_of(write_agent(BEHAVIOURS), time_limit=0.5) as pool:
+    async with pool_of(write_agent(BEHAVIOURS), time_limit=1) as pool:
         call = asyncio.create_task(play(pool, slow))
-        await asyncio.wait({call}, timeout=1.0)
+        await asyncio.wait({call}, timeout=1.5)
         assert not call.done()
         slow.gate.set()
         assert (await call).reward.reward == 1.0
