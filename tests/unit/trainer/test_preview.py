@@ -97,7 +97,7 @@ def test_the_command(tiny_model_dir, answers, capsys):
         (["data", "look"], "there are preview"),
         (["data", "preview", "ppoo"], "there are ppo, sft, rm, dpo"),
         (["data", "preview", "sft", "--samples", "few"], "no number of samples"),
-        (["data", "preview", "sft", "--data.datset", "x"], "data.dataset"),
+        (["data", "preview", "sft", "--data.datasetx", "x"], "data.dataset"),
     ],
 )
 def test_a_wrong_word_is_named(words, said, capsys):
