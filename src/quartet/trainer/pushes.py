@@ -86,8 +86,11 @@ class Pushes:
             return
         began = time.monotonic()
         try:
-            with self._progress.phase(f"{when} pause") as phase:
-                phase.waiting_for = "completions under way"
+            if self._pause is PauseMode.DRAIN:
+                with self._progress.phase(f"{when} pause") as phase:
+                    phase.waiting_for = "completions under way"
+                    await self._sampler.pause(self._pause)
+            else:
                 await self._sampler.pause(self._pause)
             self.pause_seconds = time.monotonic() - began
             yield
