@@ -81,7 +81,9 @@ def test_slices_attend_as_the_whole_row_does(size, stride, window, monkeypatch):
     lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
     whole, _ = causal_attention(
         torch.nn.Module(),
-        *(t.transpose(0, 1)[None] for t in (q, k, v)),
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
         None,
         scaling=0.3,
         sliding_window=window,
