@@ -8,7 +8,9 @@ Checked against vLLM 0.32; the GPU package 0.33 has the same calls.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -26,6 +28,9 @@ T = TypeVar("T")
 
 _HEALTH_SECONDS = 1.0
 """How often vLLM is asked whether it lives: it tells nobody who has no request with it."""
+
+_STOP_SECONDS = 5.0
+"""How long vLLM gets to end by itself: the service's own time to stop is bounded, too."""
 
 _SUBMIT_SECONDS = 0.001
 """How often it is asked whether it has a request: they pass through several of its tasks."""
@@ -141,8 +146,17 @@ class Vllm:
         await _told(self._llm.wake_up())
 
     def stop(self) -> None:
-        """End its processes. Blocks."""
-        self._llm.shutdown()
+        """End its processes, the hard way those that do not end in time. Blocks."""
+        import psutil  # a dependency of vLLM
+
+        processes = psutil.Process().children(recursive=True)
+        workers = [p for p in processes if _is_engine(p)]
+        ending = threading.Thread(target=self._llm.shutdown, daemon=True)
+        ending.start()
+        ending.join(_STOP_SECONDS)
+        for process in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     async def _ask(
         self, prompt: list[int], parameters: dict[str, Any], on_output: Callable[[float], None]
@@ -157,6 +171,16 @@ class Vllm:
         async for last in outputs:  # noqa: B007 - the last one has everything
             on_output(time.monotonic())
         return _answer(last.outputs[0])
+
+
+def _is_engine(process: Any) -> bool:
+    """A process that vLLM named; Python's own helper must live to clean up behind the others."""
+    import psutil
+
+    try:
+        return process.name().startswith("VLLM") or "spawn_main" in " ".join(process.cmdline())
+    except psutil.Error:  # gone in the meantime
+        return False
 
 
 async def _told(call: Awaitable[T]) -> T:
