@@ -172,6 +172,7 @@ LIMITS: Mapping[str, Limit] = {
     "rpc.drain_seconds": _WEIGHT,
     "rpc.max_concurrent_calls": _COUNT,
     "metrics.port": _PORT,
+    "http.port": _PORT,
     "batch_size": _COUNT,
     "local_rank": _ANY,
 }
