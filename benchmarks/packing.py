@@ -3,7 +3,7 @@
 Two transformer layers of SmolLM2-135M's shape, with random weights, train on one packed row of as
 many tokens as a micro-batch may have: once with sdpa and the mask that transformers makes for it,
 once with the learner's own attention, which takes the sequences one after the other. Each in
-a process of its own with one thread. The outputs must agree.
+a process of its own with one thread. The norms of the gradients must agree.
 """
 
 from __future__ import annotations
