@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,6 +69,10 @@ def _build_cpu_adam(config: OptimizerConfig, groups: list[dict[str, Any]]) -> to
     from torch.utils.cpp_extension import get_default_build_root
 
     remove_stale_build_locks()
+    # torch looks for ninja, which came with this interpreter, where the shell would.
+    beside = str(Path(sys.executable).parent)
+    if beside not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join((beside, os.environ.get("PATH", os.defpath)))
     root = Path(get_default_build_root())
     if not installed_ops.get("cpu_adam") and not any(root.glob("*/cpu_adam/cpu_adam*.so")):
         log.warning(
