@@ -20,6 +20,7 @@ from quartet.config.derive import (
     trained_model,
     uses_agent,
 )
+from quartet.config.ds import TrainingFields
 from quartet.config.earlier import in_the_way
 from quartet.config.machine import Machine
 from quartet.config.methods import DpoConfig, PpoConfig, RmConfig, SftConfig, TrainerConfig
@@ -189,7 +190,7 @@ def _holds(role: str, group: Sequence[Place], config: TrainerConfig, machine: Ma
     if group[0].address:
         return "not started by the trainer"
     ds = config.ds
-    training = f"ZeRO stage {ds.zero_stage}, {ds.param_dtype}"
+    training = f"ZeRO stage {ds.zero_stage}, {ds.param_dtype}{_spread(ds)}"
     if not isinstance(config, PpoConfig):
         if role == "ref" and isinstance(config, DpoConfig):
             return str(config.ref.model_name_or_path or config.model.model_name_or_path)
@@ -207,6 +208,12 @@ def _holds(role: str, group: Sequence[Place], config: TrainerConfig, machine: Ma
             return f"{config.actor.model_name_or_path}, engine {engine}"
         case _:
             return str(config.actor.model_name_or_path)
+
+
+def _spread(ds: TrainingFields) -> str:
+    """How a learner's ranks share layers and sequences; nothing where they do not."""
+    tensor = f", TP {ds.tensor_parallel_size}" if ds.tensor_parallel_size > 1 else ""
+    return tensor + (f", ring {ds.ring_attn_size}" if ds.ring_attn_size > 1 else "")
 
 
 def _ppo_batches(config: PpoConfig, machine: Machine) -> list[str]:
@@ -240,7 +247,8 @@ def _micro(config: TrainerConfig, machine: Machine) -> str:
     share = -(-config.train.batch_size // max(ranks, 1))
     budget = train_token_budget(config) if isinstance(config, PpoConfig) else None
     if budget is not None:
-        most = -(-share // (budget // config.data.max_len))
+        budget_of_a_ring = budget * config.ds.ring_attn_size
+        most = -(-share // (budget_of_a_ring // config.data.max_len))
         return (
             f"up to {budget} tokens, {_count(share, 'sample')} a rank: "
             f"at most {most} a step when all are {config.data.max_len} tokens long"

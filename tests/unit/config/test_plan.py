@@ -63,6 +63,17 @@ def test_a_run_on_the_cpu(ppo_line: list[str], tmp_path: Path):
         assert line in text
 
 
+def test_ranks_that_share_samples_are_named_and_counted(ppo_line: list[str]):
+    flags = [
+        *(*ppo_line, "--learner.num_ranks", "8", "--ds.packing_samples", "--train.batch_size", "6"),
+        *("--ds.tensor_parallel_size", "2", "--ds.ring_attn_size", "2"),
+    ]
+    loaded = load(PpoConfig, flags, environ={})
+    text = render_plan(loaded.config, CPU, loaded.origins)
+    assert "ZeRO stage 2, bf16, TP 2, ring 2" in text
+    assert "3 samples a rank" in text
+
+
 def test_what_earlier_runs_left_is_named(ppo_line: list[str], tmp_path: Path):
     folders = ["--run.dir", str(tmp_path), "--run.name", "r", "--ckpt.path", str(tmp_path / "c")]
     new = load(PpoConfig, [*ppo_line, *folders], environ={}).config

@@ -136,6 +136,7 @@ CASES = [
     ("sft", SFT + "--optim muon --max_norm 0 --muon.ns_steps 6 --muon.no_nesterov " + WHOLE, None),
     ("sft", SFT + "--optim muon --max_norm 0 --ds.param_dtype fp32", "optim"),
     ("sft", SFT + "--optim muon --max_norm 0 --ds.zero_stage 0", "optim"),
+    ("sft", SFT + "--optim muon --max_norm 0 --ds.tensor_parallel_size 2 " + WHOLE, "optim"),
     ("sft", SFT + "--optim muon --max_norm 0 --ds.adam_offload " + WHOLE, "optim"),
     ("sft", SFT + "--lr_scheduler cosin", "lr_scheduler"),
     ("ppo", PPO + "--actor.lr_scheduler reduce_lr_on_plateau", "actor.lr_scheduler"),

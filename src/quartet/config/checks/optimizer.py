@@ -45,12 +45,14 @@ def _check(section: OptimizerFields, ds: TrainingFields, prefix: str) -> Iterato
         )
     if section.optim != "muon":
         return
-    if ds.zero_stage != 0 or ds.param_dtype != "fp32" or ds.adam_offload:
+    cut = ds.zero_stage != 0 or ds.tensor_parallel_size > 1
+    if cut or ds.param_dtype != "fp32" or ds.adam_offload:
         yield wrong(
             f"{prefix}optim",
             section.optim,
-            "needs whole matrices in fp32, which ZeRO cuts into parts",
-            "use --ds.zero_stage 0 --ds.param_dtype fp32, without --ds.adam_offload",
+            "needs whole matrices in fp32, which ZeRO and tensor groups cut into parts",
+            "use --ds.zero_stage 0 --ds.param_dtype fp32, without --ds.adam_offload or "
+            "--ds.tensor_parallel_size",
         )
     if section.max_norm > 0:
         yield wrong(
