@@ -1,8 +1,10 @@
 """The trainer against services on loopback: the loop, and every way in which one does not fit."""
 
 import asyncio
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from quartet.config import LearnerConfig, SftConfig
 from quartet.errors import ConfigError, InfraError, UnavailableError
 from quartet.testing.fakes import FakeLearner, FakeRef, FakeReward, FakeRollout
 from quartet.testing.loopback import loopback
+from quartet.trainer.launch import serve_command
 from quartet.trainer.ppo_loop import PpoLoop
 from quartet.trainer.run import first_cause
 from quartet.trainer.services import _wait_all, connect_learner, connect_ppo, local_services
@@ -298,6 +301,14 @@ def test_only_services_without_an_address_are_started():
     # Without a GPU each process gets one thread: there are several.
     if services["ref"].env.get("CUDA_VISIBLE_DEVICES") == "":
         assert services["ref"].env["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_rollout_service_alone_runs_in_another_python():
+    config = ppo_config(rollout={"python": "other/bin/python"})
+    services = {s.role: s for s in local_services(config)}
+    assert {role for role, s in services.items() if s.python != sys.executable} == {"rollout"}
+    command = serve_command(services["rollout"], Path("a.yaml"), Path("ready"))
+    assert command[0] == "other/bin/python"
 
 
 def test_gae_starts_a_critic_with_a_value_head():
