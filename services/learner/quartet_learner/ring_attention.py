@@ -7,6 +7,7 @@ version 5, so its functions are called from here, where anyone may register an i
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from quartet_learner.ring import Ring
 
 NAME = "quartet_ring"
 """Under which transformers knows it."""
+_NAME_OF_OLD = "is_flash_attn_greater_or_equal_2_10"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 Kernel = Callable[[Ring, Tensor, Tensor, Tensor, float | None, int | None], Tensor]
@@ -157,20 +159,16 @@ def flash(
     ring: Ring, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
     """The flash attention of ring_flash_attn, over the same slices."""
-    from ring_flash_attn import (  # pyright: ignore[reportMissingImports] - only with a GPU
-        llama3_flash_attn_prepare_cu_seqlens,
-        llama3_flash_attn_varlen_func,
-    )
-
+    package = _ring_flash_attn()
     cu_q, cu_k, longest_q, longest_k, keys = ring.once_a_pass(
-        lambda: llama3_flash_attn_prepare_cu_seqlens(
+        lambda: package.llama3_flash_attn_prepare_cu_seqlens(
             torch.tensor(ring.current.bounds, dtype=torch.int32, device=query.device),
             True,
             ring.rank,
             ring.size,
         )
     )
-    return llama3_flash_attn_varlen_func(
+    return package.llama3_flash_attn_varlen_func(
         query,
         key,
         value,
@@ -186,6 +184,15 @@ def flash(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         group=ring.group,
     )
+
+
+def _ring_flash_attn() -> Any:
+    """Import the package; its patch of transformers asks for a name that version 5 has not."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    if not hasattr(utils, _NAME_OF_OLD):
+        setattr(utils, _NAME_OF_OLD, True)
+    return importlib.import_module("ring_flash_attn")
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
