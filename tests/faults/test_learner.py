@@ -6,6 +6,7 @@ import torch
 from quartet_learner.losses import StepCounts, TokenBatch, policy_loss
 from quartet_learner.losses.kl import kl_estimate
 from quartet_learner.microbatch import step_counts
+from quartet_learner.parallel import RankLayout
 from quartet_learner.step import take_step
 
 from quartet.types import KlLoss, PolicyLoss, SequenceBatch, TrainSamples
@@ -69,7 +70,10 @@ class PlainEngine:
 class OneRank:
     """A learner of one rank that counts how often it would have to wait for others."""
 
+    rank = data_rank = 0
     world_size = 1
+    leads = True
+    layout = RankLayout(world_size=1)
     device = torch.device("cpu")
 
     def __init__(self):
