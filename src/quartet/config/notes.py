@@ -23,10 +23,27 @@ from quartet.config.methods import DpoConfig, PpoConfig, SftConfig, TrainerConfi
 from quartet.config.placement import places
 from quartet.config.runnable import is_local
 from quartet.config.support import wanted_engine
-from quartet.config.tree import flat
+from quartet.config.tree import flat, value_of
 
 _WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})
 """Estimators whose advantages are whitened over the batch."""
+
+
+_SERVANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("train.async_enable", ("train.async_queue_size",)),
+    ("train.enable_ema", ("train.ema_beta",)),
+    (
+        "train.agent_func_path",
+        ("train.agent_timeout", "train.agent_num_workers", "train.agent_episodes_per_worker"),
+    ),
+    (
+        "algo.dynamic_filtering_enable",
+        ("algo.dynamic_filtering_range", "algo.dynamic_filtering_mean_only"),
+    ),
+    ("algo.kl.target", ("algo.kl.horizon",)),
+    ("reward.overlong_buffer_len", ("reward.overlong_penalty_factor",)),
+)
+"""Flags of PPO that turn something on, and those that only say how."""
 
 
 def notes(
@@ -126,9 +143,6 @@ def _ppo_algorithm(config: PpoConfig, given: set[str]) -> Iterator[str]:
         & given
     ):
         yield "algo.advantage.is_correction_*: the correction is off (is_correction_level)."
-    filtering = {"algo.dynamic_filtering_range", "algo.dynamic_filtering_mean_only"} & given
-    if filtering and not config.algo.dynamic_filtering_enable:
-        yield f"{', '.join(sorted(filtering))}: no effect without --algo.dynamic_filtering_enable."
     if config.train.colocate_all and config.train.async_enable:
         yield (
             "train.colocate_all: engines that generate during training have GPUs of their own; "
@@ -211,6 +225,10 @@ def _adapter_notes(config: TrainerConfig, given: set[str]) -> Iterator[str]:
 def _ignored(config: TrainerConfig, given: set[str]) -> Iterator[str]:
     if not isinstance(config, PpoConfig):
         return
+    for master, servants in _SERVANTS:
+        idle = given.intersection(servants)
+        if idle and not value_of(config, master):
+            yield f"{', '.join(sorted(idle))}: no effect without --{master}."
     if config.train.dynamic_batch_enable:
         if "train.micro_batch_size" in given:
             yield "train.micro_batch_size: micro-batches are filled by tokens instead."

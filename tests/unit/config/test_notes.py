@@ -69,6 +69,15 @@ CASES = [
         {"algo.dynamic_filtering_mean_only": True},
         "no effect without --algo.dynamic_filtering_enable",
     ),
+    (PpoConfig, {"train.async_queue_size": 2}, "no effect without --train.async_enable"),
+    (PpoConfig, {"train.ema_beta": 0.9}, "no effect without --train.enable_ema"),
+    (PpoConfig, {"train.agent_timeout": 9.0}, "no effect without --train.agent_func_path"),
+    (PpoConfig, {"algo.kl.horizon": 9}, "no effect without --algo.kl.target"),
+    (
+        PpoConfig,
+        {"reward.overlong_penalty_factor": 0.5},
+        "no effect without --reward.overlong_buffer_len",
+    ),
     (PpoConfig, {"eval.dataset": "a/b"}, "PPO evaluates only with --eval.steps N"),
     (PpoConfig, {"vllm.enforce_eager": True}, "no effect on the engine transformers"),
     (
@@ -123,6 +132,11 @@ ELSEWHERE: dict[str, object] = {
     f"{role}.address": f"localhost:{7001 + number}"
     for number, role in enumerate(("rollout", "reward", "ref", "learner", "critic"))
 }
+
+
+def test_what_is_in_use_is_not_called_idle():
+    values = {"train.async_enable": True, "train.async_queue_size": 2}
+    assert "train.async_queue_size" not in "\n".join(notes(build(PpoConfig, values, {}), CPU))
 
 
 def test_nothing_is_said_of_services_that_are_not_started_here():
