@@ -28,9 +28,6 @@ COMMANDS = (
 )
 """Command, configuration, OpenRLHF's entry point and the list of its flags."""
 
-PLAN_ONLY = frozenset({config.DpoConfig})
-"""Commands whose plan can be looked at and whose training is not in this release."""
-
 HEAD = """\
 # Flags
 
@@ -69,8 +66,7 @@ def _sections() -> Iterator[str]:
         known = _incumbent(listed)
         yield f"## {command}\n"
         if entry_point:
-            plan_only = " Plan only, by `--dry-run`." if cls in PLAN_ONLY else ""
-            yield f"Stands for `openrlhf.cli.{entry_point}` ({len(known)} flags).{plan_only}\n"
+            yield f"Stands for `openrlhf.cli.{entry_point}` ({len(known)} flags).\n"
         yield "| flag | type | default | here | meaning |\n|---|---|---|---|---|"
         defaults = flat(cls())
         yield from (_row(leaf, defaults[name], cls, known) for name, leaf in leaves(cls).items())
