@@ -42,7 +42,7 @@ from quartet.types import (
     ValueLoss,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 LR = 1e-3
 SPEC = RunSpec(
