@@ -90,6 +90,9 @@ def _build_cpu_adam(config: OptimizerConfig, groups: list[dict[str, Any]]) -> to
 def build_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> Any:
     """The schedule `config.name` of transformers, stepped once an optimizer step.
 
+    A run that goes on with more steps than it was laid out for stays at the last rate: a cosine
+    would rise again.
+
     Raises:
         ConfigError: transformers knows no such schedule, or it needs what we do not have.
     """
@@ -108,7 +111,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> 
             "min_lr_ratio": config.min_lr_ratio,
         }
     try:
-        return get_scheduler(
+        schedule: Any = get_scheduler(
             config.name,
             optimizer,
             num_warmup_steps=warmup_steps(config),
@@ -122,6 +125,13 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> 
             value=config.name,
             remedy="use for example cosine_with_min_lr, linear or constant_with_warmup",
         ) from error
+    if config.name.startswith("cosine"):
+        # The one with min_lr and a warm-up of its own is a step ahead.
+        last = config.total_steps - (config.name == "cosine_warmup_with_min_lr")
+        schedule.lr_lambdas = [
+            lambda step, rate=rate: rate(min(step, last)) for rate in schedule.lr_lambdas
+        ]
+    return schedule
 
 
 def warmup_steps(config: ScheduleConfig) -> int:

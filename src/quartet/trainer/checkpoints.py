@@ -52,6 +52,7 @@ class Checkpoints:
         *,
         run_id: str,
         counted_by: Mapping[str, Any],
+        begun_with: Mapping[str, Any],
         progress: Progress,
         before_write: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
@@ -63,6 +64,8 @@ class Checkpoints:
                 is what save_hf exports.
             run_id: begins the request ids.
             counted_by: settings by which steps are counted; a checkpoint with others is refused.
+            begun_with: settings that learners are told when a run begins; where they are others
+                in a checkpoint, its own hold, and that is said.
             progress: where to say what is done.
             before_write: wakes the learners, where they sleep.
         """
@@ -72,6 +75,8 @@ class Checkpoints:
         self._learners = dict(learners)
         self._run_id = run_id
         self._counted_by = dict(counted_by)
+        # As they come back from a checkpoint: tuples are lists in JSON.
+        self._begun_with: dict[str, Any] = json.loads(json.dumps(dict(begun_with)))
         self._progress = progress
 
     async def after_step(self, step: int, state: Mapping[str, Any]) -> None:
@@ -98,7 +103,11 @@ class Checkpoints:
         path = self._path / within
         name = f"{within}/{tag}" if within else tag
         if not self._config.disable_ds:
-            kept = {"state": dict(state), "counted_by": self._counted_by}
+            kept = {
+                "state": dict(state),
+                "counted_by": self._counted_by,
+                "begun_with": self._begun_with,
+            }
             # One after the other: the last one written is whole only if all before are.
             for role, (trainee, below) in self._learners.items():
                 await trainee.save_checkpoint(
@@ -140,6 +149,7 @@ class Checkpoints:
             steps[role], run_ids[role] = loaded.optimizer_steps, loaded.run_id
         self._check(tag, state["counted_by"])
         self._progress.say(f"going on from checkpoint {tag}")
+        self._go_on_with(state.get("begun_with", {}))
         return Restored(state=state["state"], optimizer_steps=steps, run_ids=run_ids)
 
     def _check(self, tag: str, counted_by: Mapping[str, Any]) -> None:
@@ -153,6 +163,14 @@ class Checkpoints:
                     value=str(value),
                     remedy=f"set {name} back, or start without --ckpt.load_enable",
                 )
+
+    def _go_on_with(self, there: Mapping[str, Any]) -> None:
+        """Say which settings are those of the checkpoint, and keep them for the next one."""
+        for name, value in self._begun_with.items():
+            if there.get(name, value) != value:
+                kept = f"the run goes on with {there[name]}, as it began"
+                self._progress.say(f"note: {name}: {value} now, but {kept}")
+        self._begun_with |= there
 
     def _rotate(self) -> None:
         """Remove the oldest until count and size are within the flags; the newest stays.

@@ -21,7 +21,7 @@ from quartet.trainer.rooms import Trainee
 from quartet.trainer.run import Job, Run, absolute
 from quartet.trainer.schedule import Batch, SeededBatches
 from quartet.trainer.services import connect_learner, local_services
-from quartet.trainer.settings import run_spec, warmup_note
+from quartet.trainer.settings import begun_with, run_spec, warmup_note
 from quartet.trainer.training import Training, TrainingSettings, WeightedMeans
 from quartet.types import Head, Loss, TrainResult, TrainSamples
 
@@ -99,6 +99,7 @@ class OfflineLoop(Generic[Row]):
                 "train.batch_size": train.batch_size,
                 "number of rows": len(lessons.rows),
             },
+            begun_with=begun_with(config, total_steps=self._total),
             progress=run.progress,
         )
         self._means = WeightedMeans()

@@ -28,7 +28,9 @@ from quartet.trainer.pushes import Pushes
 from quartet.trainer.rest import Rest
 from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run
+from quartet.trainer.schedule import schedule_of
 from quartet.trainer.scoring import Decode, Scoring
+from quartet.trainer.settings import begun_with
 from quartet.trainer.sources import InTurn, Source
 from quartet.types import PauseMode, SamplingParams
 
@@ -198,6 +200,10 @@ def checkpoints_of(
     learners = {"learner": (players.policy, "_actor")}
     if players.critic is not None:
         learners["critic"] = (players.critic, "_critic")
+    schedule = schedule_of(config, len(inputs.prompts))
+    began = begun_with(config.actor, total_steps=schedule.policy_steps, section="actor.")
+    if players.critic is not None:
+        began |= begun_with(config.critic, total_steps=schedule.critic_steps, section="critic.")
     return Checkpoints(
         config.ckpt,
         learners,
@@ -211,6 +217,7 @@ def checkpoints_of(
             # An average can neither begin nor change its pace in the middle of a run.
             "train.ema_beta": config.train.ema_beta if config.train.enable_ema else None,
         },
+        begun_with=began,
         before_write=rest.save,
         progress=run.progress,
     )

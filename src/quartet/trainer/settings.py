@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quartet.config import (
     AdvantageConfig,
     MuonConfig,
@@ -9,6 +11,8 @@ from quartet.config import (
     PpoConfig,
 )
 from quartet.config.derive import aggregation_length, clip_band, correction_band, critic_model
+from quartet.config.services import narrowed
+from quartet.config.tree import flat
 from quartet.types import (
     KlLoss,
     MismatchCorrection,
@@ -64,6 +68,24 @@ def run_spec(
         with_router_loss=aux_loss_coef != 0,
         ema_beta=ema_beta,
     )
+
+
+def begun_with(
+    optimizer: OptimizerFields, *, total_steps: int, section: str = ""
+) -> dict[str, Any]:
+    """By name, what `run_spec` tells a learner once: a run that goes on keeps what it began with.
+
+    Args:
+        optimizer: the flags.
+        total_steps: optimizer steps that the schedule is laid out for.
+        section: as in `warmup_note`.
+    """
+    flags = flat(narrowed(OptimizerFields, optimizer))
+    if optimizer.optim != "muon":
+        flags = {name: value for name, value in flags.items() if not name.startswith("muon.")}
+    return {f"{section}{name}": value for name, value in flags.items()} | {
+        f"steps of {section}lr_scheduler": total_steps
+    }
 
 
 def warmup_note(spec: RunSpec, section: str = "") -> str:

@@ -126,3 +126,20 @@ def test_what_gradients_add_up_in_can_be_chosen():
     assert config["data_types"] == {"grad_accum_dtype": "bf16"}
     assert config["zero_optimization"]["stage"] == 1
     assert "data_types" not in deepspeed_config(settings_of(), SPEC)
+
+
+@pytest.mark.parametrize(
+    "name", ["cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "cosine_with_restarts"]
+)
+def test_no_cosine_rises_again_behind_its_end(name):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    config = ScheduleConfig(name=name, total_steps=4, warmup_ratio=0.0, min_lr_ratio=0.1)
+    schedule = optim.build_schedule(optimizer, config)
+    rates = []
+    for _ in range(10):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[:5] == sorted(rates[:5], reverse=True)
+    assert rates[5:] == [rates[4]] * 5
+    assert rates[4] < 0.2

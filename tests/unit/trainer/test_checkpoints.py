@@ -156,3 +156,36 @@ async def test_checkpoint_that_counts_otherwise_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"made with train.batch_size 3, now it is 4"):
         await play(new_cast(), changed, tmp_path)
+
+
+async def test_what_a_run_began_with_holds_and_other_flags_are_said(tmp_path):
+    schedule = {"num_episodes": 1, "batch_size": 3, "seed": 7, "full_determinism_enable": True}
+    shorter = config(tmp_path, train=schedule | {"max_steps": 2})
+    await play(new_cast(), shorter, tmp_path)
+    resumed = new_cast()
+    changed = config(
+        tmp_path,
+        ckpt={"load_enable": True},
+        train=schedule,
+        actor={"adam": {"lr": 5e-4, "betas": [0.9, 0.95]}},
+    )
+    said = await heard(resumed, changed, tmp_path)
+    assert "actor.adam.lr: 0.0005 now, but the run goes on with 1e-06, as it began" in said
+    assert "steps of actor.lr_scheduler: 8 now, but the run goes on with 4, as it began" in said
+    assert "steps of critic.lr_scheduler: 8 now" in said
+    assert "betas" not in said
+    # The checkpoints that follow are still of the run as it began.
+    assert "goes on with 1e-06" in await heard(new_cast(), changed, tmp_path)
+
+
+async def heard(cast, settings, folder):
+    """All that is said to the user of a run."""
+    run = cast.run(settings, folder)
+    said = []
+    run.progress.say = said.append
+    try:
+        await PpoLoop(settings, run, inputs(8), cast.players).run()
+    finally:
+        await run.ledger.close()
+        run.progress.close()
+    return "\n".join(said)
