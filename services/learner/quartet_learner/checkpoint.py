@@ -70,6 +70,8 @@ class Stored:
     """Of the trained parameters, by name."""
     adapter_scale: float | None
     """alpha / rank where adapters were trained."""
+    base: str | None
+    """Of the weights under the adapters, as far as known."""
     tensor_size: int
     """Ranks over which each matrix was spread."""
 
@@ -182,6 +184,7 @@ def describe(folder: Path, tag: str) -> Stored:
         zero_stage=facts["zero_stage"],
         shapes={name: tuple(shape) for name, shape in facts["parameters"].items()},
         adapter_scale=facts.get("adapter_scale"),
+        base=facts.get("base"),
         tensor_size=facts["tensor_size"],
     )
 
@@ -222,6 +225,14 @@ def check_fits(stored: Stored, model: TrainedModel, group: RankGroup) -> None:
             field="ds.lora.alpha",
             value=stored.path.name,
             remedy="give the --ds.lora.alpha of the run that was saved",
+        )
+    if None not in (stored.base, model.base) and stored.base != model.base:
+        raise RequestError(
+            f"checkpoint {stored.path.name} is of adapters on other weights than those here",
+            reason="CHECKPOINT_OF_OTHER_MODEL",
+            field="learner.model_name_or_path",
+            value=stored.path.name,
+            remedy="start the learner with the model that the run began with",
         )
     index = fragments.read_index(stored.path)
     average_there = stored.spec.ema_beta is None or (stored.path / EMA).is_file()
@@ -288,6 +299,7 @@ def _seal(inside: Path, group: RankGroup, moment: Moment, trainer_state: bytes) 
         "tensor_size": group.layout.tensor_size,
         "parameters": _shapes(moment.model, group),
         "adapter_scale": moment.model.adapter_scale,
+        "base": moment.model.base,
         "files": files.inventory(inside),
     }
     (inside / FACTS).write_text(json.dumps(facts, indent=1))

@@ -8,6 +8,7 @@ trained whole, because a new one has nothing to adapt, and the head of a languag
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from quartet_learner.settings import ALL_LINEAR, LearnerSettings
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
+DIGEST_ELEMENTS = 4096
+"""Of each frozen tensor, from its beginning, that tell a model from another."""
 SCALAR_HEAD = "score"
 """transformers' name of the head of a sequence classifier."""
 
@@ -69,6 +72,20 @@ def adapted_layers(hf: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in hf.named_modules():
         if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
             yield name, module
+
+
+def base_digest(hf: nn.Module) -> str:
+    """What tells the frozen weights under adapters from those of another model.
+
+    They are not in a checkpoint, and adapters on others than those they were trained on are
+    nonsense that nothing else would show. Taken of bf16 values, so that --ds.param_dtype is free.
+    """
+    digest = 0
+    for parameter in hf.parameters():
+        if not parameter.requires_grad:
+            head = parameter.detach().flatten()[:DIGEST_ELEMENTS].to("cpu", torch.bfloat16)
+            digest = zlib.crc32(head.view(torch.uint8).numpy().tobytes(), digest)
+    return f"{digest:08x}"
 
 
 def reset_adapters(hf: nn.Module, seed: int) -> None:

@@ -17,7 +17,7 @@ from quartet.nn.loading import attention_kernels, loading_error, pick_device
 from quartet.nn.logprobs import LmHead, lm_head_of
 from quartet.types import Head
 from quartet_learner.attention import packed_arguments
-from quartet_learner.lora import add_adapters
+from quartet_learner.lora import add_adapters, base_digest
 from quartet_learner.losses import balance_by_sequence
 from quartet_learner.quantize import loading_options
 from quartet_learner.ring import Ring
@@ -59,6 +59,8 @@ class TrainedModel(nn.Module):
         self.kind = head
         self.adapter_config: Any = None
         """peft's LoraConfig where the model has adapters."""
+        self.base: str | None = None
+        """Tells the weights under the adapters from others, unless they are quantised."""
         self.ring: Ring | None = None
         """Ranks that share each packed row with this one."""
         self.scorer = ScoringHead(lm_head_of(hf)) if head is Head.LM else None
@@ -203,6 +205,8 @@ def load_model(settings: LearnerSettings) -> tuple[TrainedModel, bool]:
     hf.config.use_cache = False
     model = TrainedModel(hf, settings.head)
     model.adapter_config = adapter_config
+    if adapter_config is not None and not settings.load_in_4bit:
+        model.base = base_digest(hf)
     return model, new_head
 
 

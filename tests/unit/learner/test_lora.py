@@ -293,6 +293,20 @@ def test_a_checkpoint_of_other_adapters_is_refused(make_engine, group, tmp_path)
             checkpoint.check_fits(stored, make_engine(**settings).model, group)
 
 
+def test_a_checkpoint_of_adapters_on_another_model_is_refused(make_engine, group, tmp_path):
+    from quartet.testing.tiny import make_tiny_model
+
+    save(trained(make_engine(**LORA)), tmp_path, "saved")
+    stored = checkpoint.describe(tmp_path, "saved")
+    checkpoint.check_fits(
+        stored, make_engine(param_dtype="bfloat16", zero_stage=3, **LORA).model, group
+    )
+    other = make_tiny_model(tmp_path / "other", seed=5)
+    with pytest.raises(RequestError, match="adapters on other weights") as caught:
+        checkpoint.check_fits(stored, make_engine(model=other, **LORA).model, group)
+    assert caught.value.info.field == "learner.model_name_or_path"
+
+
 def test_a_second_run_begins_with_adapters_of_its_own_seed(make_engine):
     engine = trained(make_engine(lr=1e-2, seed=1, **LORA))
 
