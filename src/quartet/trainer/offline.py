@@ -21,7 +21,7 @@ from quartet.trainer.rooms import Trainee
 from quartet.trainer.run import Job, Run, absolute
 from quartet.trainer.schedule import Batch, SeededBatches
 from quartet.trainer.services import connect_learner, local_services
-from quartet.trainer.settings import begun_with, run_spec, warmup_note
+from quartet.trainer.settings import begun_with, nothing_left_note, run_spec, warmup_note
 from quartet.trainer.training import Training, TrainingSettings, WeightedMeans
 from quartet.types import Head, Loss, TrainResult, TrainSamples
 
@@ -115,6 +115,8 @@ class OfflineLoop(Generic[Row]):
             f"{self._total} optimizer steps"
         )
         behind = await self._resume() if config.ckpt.load_enable else 0
+        if note := nothing_left_note(behind, self._total, "train.max_epochs"):
+            self._run.progress.say(note)
         if not behind:
             spec = run_spec(
                 self._run.run_id,

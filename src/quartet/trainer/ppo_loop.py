@@ -34,6 +34,7 @@ from quartet.trainer.rest import rest_of
 from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run, absolute
 from quartet.trainer.schedule import schedule_of
+from quartet.trainer.settings import nothing_left_note
 from quartet.trainer.shaping import Lesson, ShapingSettings, shape
 
 TEXTS_PER_STEP = 64
@@ -110,6 +111,8 @@ class PpoLoop:
         )
         await self._rest.start()
         behind = await self._resume() if config.ckpt.load_enable else 0
+        if note := nothing_left_note(behind, schedule.num_rollouts, "train.num_episodes"):
+            self._run.progress.say(note)
         if not behind:
             await self._learners.start()
         await self._pushes.start()

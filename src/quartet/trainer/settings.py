@@ -88,6 +88,22 @@ def begun_with(
     }
 
 
+def nothing_left_note(behind: int, total: int, passes: str) -> str:
+    """What to know of a run that went on from behind its last step; empty for others.
+
+    Args:
+        behind: steps behind the checkpoint.
+        total: steps of the run.
+        passes: the flag that gives it more.
+    """
+    if not behind or behind < total:
+        return ""
+    return (
+        f"note: the checkpoint is of step {behind} and the run ends with step {total}, so nothing "
+        f"is left to train; more passes by --{passes}, where --train.max_steps allows them."
+    )
+
+
 def warmup_note(spec: RunSpec, section: str = "") -> str:
     """What a user should know where warm-up takes a third of a run or more; else nothing.
 

@@ -9,6 +9,7 @@ from quartet.trainer.schedule import PpoSchedule, SeededBatches
 from quartet.trainer.seeds import sample_id, sample_seed
 from quartet.trainer.settings import (
     mismatch_correction,
+    nothing_left_note,
     policy_loss,
     run_spec,
     value_loss,
@@ -46,6 +47,17 @@ def test_short_runs_are_told_of_warm_up(steps, changes, noted):
     note = warmup_note(spec, "actor.")
     assert note.startswith("note: actor.lr_warmup_ratio: ") == noted
     assert (f"1 of {steps} optimizer steps trains nothing" in note) == noted
+
+
+@pytest.mark.parametrize(
+    ("behind", "total", "noted"),
+    [(0, 0, False), (0, 4, False), (3, 4, False), (4, 4, True), (6, 4, True)],
+)
+def test_a_run_that_goes_on_from_its_end_is_told_what_gives_it_more(behind, total, noted):
+    note = nothing_left_note(behind, total, "train.num_episodes")
+    assert bool(note) == noted
+    assert (f"of step {behind} and the run ends with step {total}" in note) == noted
+    assert ("--train.num_episodes" in note) == noted
 
 
 def test_policy_loss_follows_the_flags():
