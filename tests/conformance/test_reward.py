@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 from aiohttp import web
 from quartet_reward.scorer import Job, ScorerTraits
+from quartet_reward.scorers import VERIFIERS
 from quartet_reward.scorers.function import FunctionScorer
 from quartet_reward.scorers.http import HttpScorer
 from quartet_reward.scorers.model import ModelScorer
@@ -42,6 +43,7 @@ SKIPPED = {
     "fake": {"types_its_failures", "keeps_deadlines", "sleeps_and_wakes"},
     "function": set(),
     "http": {"keeps_deadlines"},
+    "math": {"keeps_deadlines"},
     "model": {"types_its_failures", "keeps_deadlines"},
 }
 """Checks that a kind gives no item for."""
@@ -53,6 +55,13 @@ async def function_subject(tmp_path):
     path.write_text(REWARD_FILE)
     async with loopback(RewardService(FunctionScorer(path, num_workers=2))) as address:
         yield RewardSubject(address=address, failing=FAILING, slow=SLOW, is_exclusive=True)
+
+
+@contextlib.asynccontextmanager
+async def math_subject():
+    unlabelled = ScoreItem(sample_id="failing", prompt="", query="5", label="")
+    async with loopback(RewardService(FunctionScorer(VERIFIERS["math"]))) as address:
+        yield RewardSubject(address=address, failing=unlabelled, is_exclusive=True)
 
 
 @contextlib.asynccontextmanager
@@ -92,11 +101,12 @@ async def fake_subject():
         yield RewardSubject(address=address, is_exclusive=True)
 
 
-@pytest.mark.parametrize("kind", ["fake", "function", "http", "model"])
+@pytest.mark.parametrize("kind", ["fake", "function", "math", "http", "model"])
 async def test_scorers_pass(kind, tmp_path, tiny_reward_model_dir):
     subjects = {
         "fake": fake_subject,
         "function": lambda: function_subject(tmp_path),
+        "math": math_subject,
         "http": http_subject,
         "model": lambda: model_subject(tiny_reward_model_dir),
     }

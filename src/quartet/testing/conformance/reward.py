@@ -36,10 +36,15 @@ READY_SECONDS = 30.0
 
 
 def default_items() -> tuple[ScoreItem, ...]:
-    """Items that any scorer of text can be asked about."""
+    """Items that any scorer of text can be asked about, with a label for those that compare."""
     texts = ("2 + 3 = 5", "2 + 3 = 6", "I do not know", "", "日本語 and \N{SLIGHTLY SMILING FACE}")
     return tuple(
-        ScoreItem(sample_id=f"item-{i}", prompt="What is 2 + 3? ", query=f"What is 2 + 3? {text}")
+        ScoreItem(
+            sample_id=f"item-{i}",
+            prompt="What is 2 + 3? ",
+            query=f"What is 2 + 3? {text}",
+            label="5",
+        )
         for i, text in enumerate(texts)
     )
 
