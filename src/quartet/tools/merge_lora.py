@@ -20,6 +20,7 @@ from quartet.errors import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MODEL_CONFIG = "model_config.json"
 HEAD = "score.weight"
 
@@ -105,19 +106,44 @@ def _merged(adapter: Path, base: str, kind: str, dtype: str | None) -> Any:
     logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(base)
     wanted = getattr(torch, DTYPES[dtype]) if dtype else getattr(config, "dtype", None)
-    auto = AutoModelForCausalLM
+    auto: Any = AutoModelForCausalLM
     if kind == "SEQ_CLS":
         auto, config.num_labels = AutoModelForSequenceClassification, _labels(adapter)
-    model = auto.from_pretrained(base, config=config, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    return merged.to(wanted or torch.float32)
+    model, loaded = auto.from_pretrained(
+        base, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    if missing := sorted(set(loaded["missing_keys"]) - {HEAD}):
+        raise ValueError(f"it has no {missing[0]}")
+    adapted = PeftModel.from_pretrained(model, str(adapter))
+    _check_complete(adapted, adapter)
+    return adapted.merge_and_unload().to(wanted or torch.float32)
+
+
+def _check_complete(adapted: Any, adapter: Path) -> None:
+    """See that each layer got its adapter and each adapter its layer: peft lets both pass.
+
+    Raises:
+        ValueError: the base is another model than that of the adapter.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    file = adapter / ADAPTER_WEIGHTS
+    if not file.is_file():
+        return
+    with safe_open(file, framework="pt") as stored:
+        given = set(stored.keys())
+    taken = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    if alone := sorted(name for name in given ^ taken if ".lora_" in name):
+        who = "the adapter" if alone[0] in given else "the model"
+        raise ValueError(f"only {who} has a place for {alone[0]}")
 
 
 def _labels(adapter: Path) -> int:
     """Outputs of the head that an adapter brings along; 1 where it brings none."""
     from safetensors import safe_open
 
-    file = adapter / "adapter_model.safetensors"
+    file = adapter / ADAPTER_WEIGHTS
     if not file.is_file():
         return 1
     with safe_open(file, framework="pt") as stored:

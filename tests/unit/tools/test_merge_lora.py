@@ -13,16 +13,17 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from quartet.cli import main as quartet
+from quartet.testing.tiny import TinyShape, make_tiny_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
-def make_adapter(base: Path, folder: Path, kind: str):
+def make_adapter(base: Path, folder: Path, kind: str, targets: str | list[str] = "all-linear"):
     """A peft adapter with something in it, and what base and adapter give together."""
     auto = AutoModelForCausalLM if kind == "CAUSAL_LM" else AutoModelForSequenceClassification
     options = {} if kind == "CAUSAL_LM" else {"num_labels": 1}
     model = auto.from_pretrained(base, dtype=torch.float32, **options)
-    adapted = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type=kind))
+    adapted = get_peft_model(model, LoraConfig(r=3, target_modules=targets, task_type=kind))
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in adapted.parameters():
@@ -68,6 +69,25 @@ def test_a_reward_model_keeps_its_head_and_its_config(tiny_model_dir, tmp_path):
     with torch.no_grad():
         model.score.weight.copy_(stored["v_head.weight"])
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_base_with_other_layers_is_refused(tiny_model_dir, tmp_path, capsys, layers):
+    make_adapter(tiny_model_dir, tmp_path / "adapter", "CAUSAL_LM", ["q_proj", "up_proj"])
+    base = make_tiny_model(tmp_path / "base", shape=TinyShape(layers=layers))
+    arguments = [str(tmp_path / "adapter"), str(base), str(tmp_path / "merged")]
+    assert quartet(["tools", "merge-lora", *arguments]) == 2
+    who = "the adapter" if layers == 1 else "the model"
+    assert f"only {who} has a place for base_model.model.model.layers." in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_base_without_its_head_is_refused(tiny_model_dir, tmp_path, capsys):
+    base = make_tiny_model(tmp_path / "base", head="reward", tied=False)
+    make_adapter(tiny_model_dir, tmp_path / "adapter", "CAUSAL_LM")
+    arguments = [str(tmp_path / "adapter"), str(base), str(tmp_path / "merged")]
+    assert quartet(["tools", "merge-lora", *arguments]) == 2
+    assert "it has no lm_head.weight" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named(tiny_model_dir, tmp_path, capsys, monkeypatch):
