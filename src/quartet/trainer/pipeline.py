@@ -244,6 +244,9 @@ class Pipeline:
         """One phase after the other, with calls of a fixed composition."""
         await self._rest.generate()
         await self._generate_all(step)
+        if self._settings.group_filter is not None:
+            # Other prompts may have to take the places of some, before the next push.
+            self._rest.push_follows = False
         await self._rest.judge()
         alive = [group for group in step.groups if group.samples]
         if self._settings.group_filter is not None:

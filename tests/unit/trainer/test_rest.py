@@ -190,6 +190,26 @@ async def test_weights_are_kept_while_the_policy_rests(tmp_path):
     assert "rollout wake weights kv_cache" in cast.events
 
 
+async def test_weights_are_kept_where_a_filter_may_ask_for_more(tmp_path):
+    cast = new_cast()
+    cast.sampler.version = 1
+    generate, versions = cast.sampler.generate, []
+
+    async def noting(request):
+        versions.append(cast.sampler.version)
+        return await generate(request)
+
+    cast.sampler.generate = noting
+    algo = GAE["algo"] | {"dynamic_filtering_enable": True, "dynamic_filtering_range": (0.45, 0.75)}
+    counts = await play(cast, tmp_path, num_prompts=24, algo=algo, **SLEEP | {"eval": {"steps": 1}})
+    assert counts["dropped"] > 0
+    assert counts["trained"] > 0
+    # Rounds of generation that no push preceded, and none of them without weights.
+    assert len(versions) > cast.events.count("learner push_weights")
+    assert min(versions) >= 0
+    assert "rollout sleep 1" in cast.events
+
+
 async def test_a_rollout_of_which_nothing_is_left_is_followed_by_a_push(tmp_path):
     cast = new_cast()
     broken = Failure(error_class="DATA", reason="TIME_LIMIT", message="took too long")
