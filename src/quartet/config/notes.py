@@ -148,7 +148,8 @@ def _ppo_algorithm(config: PpoConfig, given: set[str]) -> Iterator[str]:
             "train.colocate_all: engines that generate during training have GPUs of their own; "
             "only the other models share."
         )
-    if config.train.async_enable and config.algo.advantage.is_correction_level == "off":
+    is_older = config.train.async_enable and config.train.max_staleness != 0
+    if is_older and config.algo.advantage.is_correction_level == "off":
         yield (
             "train.async_enable: samples may be of older weights, and nothing corrects for that; "
             "see --algo.advantage.is_correction_level."

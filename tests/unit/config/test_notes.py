@@ -139,6 +139,13 @@ def test_what_is_in_use_is_not_called_idle():
     assert "train.async_queue_size" not in "\n".join(notes(build(PpoConfig, values, {}), CPU))
 
 
+@pytest.mark.parametrize(("bound", "noted"), [(None, True), (1, True), (0, False)])
+def test_samples_in_turn_are_not_called_older(bound: int | None, noted: bool):
+    values = {"train.async_enable": True, "train.max_staleness": bound}
+    said = "\n".join(notes(build(PpoConfig, values, {}), CPU))
+    assert ("samples may be of older weights" in said) == noted
+
+
 def test_nothing_is_said_of_services_that_are_not_started_here():
     values = ELSEWHERE | {"actor.model_name_or_path": "."}
     assert list(notes(build(PpoConfig, values, {}), CPU)) == []
