@@ -74,7 +74,7 @@ class HttpFrontConfig:
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int | None = None
-    """TCP port to listen on; unset listens on none, 0 takes any free one."""
+    """TCP port of OpenRLHF's `POST /get_reward`; unset opens none, 0 takes any free one."""
 
     def check(self, *, insecure: bool) -> None:
         """Raise ConfigError for an address that cannot, or must not, be served."""
