@@ -27,6 +27,8 @@ from benchmarks.learner.worker import Measured
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / ".cache" / "smollm2-135m"
 CONTENDERS = ("plain", "trainer", "quartet", "quartet-packed")
+LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""By which torch and accelerate take a process for one of several ranks."""
 ALL = ("plain", "plain-unordered", "trainer", "quartet", "quartet-packed", "quartet-packed-masks")
 
 
@@ -120,7 +122,9 @@ def _measure(
     """
     file = folder / "batch.npz"
     batch.save(file)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    # Each contender is alone: ranks of whoever started this one are none of its business.
+    inherited = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+    environment = inherited | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     found: list[Measured] = []
     for turn in range(options.repeats):
         for contender in options.contenders:

@@ -78,7 +78,11 @@ def test_other_numbers_than_the_plain_loop_has_are_named(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_all_contenders_take_the_same_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_contenders_take_the_same_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whoever starts the benchmark may be one of several ranks itself.
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert main(["--quick"]) == 0
     out = capsys.readouterr().out
     assert "losses and gradients agree" in out
