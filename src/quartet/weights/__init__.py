@@ -11,6 +11,7 @@
     lane.py       the sender's blocking half: drains the model's tensors and sends them
     worker.py     a thread that may be left behind
     receive.py    the receiver: into a staging area, never into the model that serves
+    landing.py    where the bytes arrive and wait; an engine may bring its own
 
 `docs/weights.md` draws the protocol. torch is imported inside functions only, so that a trainer
 without torch may read manifests.

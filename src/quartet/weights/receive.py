@@ -11,36 +11,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from quartet.errors import InfraError, QuartetError, RequestError, StateError
-from quartet.types import PushBackend, ReceiveEvent, WeightManifest
+from quartet.errors import InfraError, QuartetError, StateError
+from quartet.types import ReceiveEvent, WeightManifest
 from quartet.types.requests import (
     AbortWeightsRequest,
     CommitWeightsRequest,
     PrepareWeightsRequest,
     ReceiveWeightsRequest,
 )
-from quartet.weights.digest import PushDigest, bucket_digest
-from quartet.weights.group import (
-    connect_store,
-    form_group,
-    join_address,
-    local_address_towards,
+from quartet.weights.digest import PushDigest
+from quartet.weights.landing import (
+    Landing,
+    MakeLanding,
+    NamedTensors,
+    check_room,
+    own_landing,
 )
-from quartet.weights.manifest import Bucket, check_manifest, plan_buckets, total_bytes
-from quartet.weights.tensors import empty_bucket, unpack_bucket
-from quartet.weights.transport import FileTransport, GroupTransport, Transport
-from quartet.weights.worker import Worker
-
-if TYPE_CHECKING:
-    import torch
+from quartet.weights.manifest import Bucket, check_manifest, plan_buckets
 
 log = logging.getLogger(__name__)
 
-LoadWeights = Callable[[Iterable[tuple[str, "torch.Tensor"]], int], Awaitable[int]]
+LoadWeights = Callable[[NamedTensors, int], Awaitable[int]]
 """Takes (named tensors, policy version), swaps them in, says how many completions go on."""
 
 _EVENT_GRACE = 5.0
@@ -53,28 +47,25 @@ class _Push:
 
     request: PrepareWeightsRequest
     buckets: tuple[Bucket, ...]
-    worker: Worker
-    transport: Transport | None = None
-    staged: list[torch.Tensor] = field(default_factory=list)
-    """Flat buffers, one a bucket, all made before the first arrives."""
+    landing: Landing
+    joined: bool = False
     digest: PushDigest = field(default_factory=PushDigest)
     receiving: bool = False
     complete: bool = False
     committing: bool = False
     """The engine is reading the staged tensors: they must stay until it is done."""
 
-    def close(self, *, abort: bool) -> None:
-        self.staged = []
-        self.worker.close()
-        if self.transport is not None:
-            self.transport.close(abort=abort)
-
 
 class WeightInbox:
     """Takes pushes for one replica, one at a time. Belongs to one event loop."""
 
     def __init__(
-        self, *, wanted: Callable[[], WeightManifest], device: str = "cpu", replica: str = ""
+        self,
+        *,
+        wanted: Callable[[], WeightManifest],
+        device: str = "cpu",
+        replica: str = "",
+        landing: MakeLanding | None = None,
     ) -> None:
         """Make an inbox.
 
@@ -82,9 +73,10 @@ class WeightInbox:
             wanted: The tensors that a push must bring.
             device: Where NCCL buffers lie.
             replica: Name of this server, for error messages.
+            landing: Makes the receiving end of each push; None receives in this process.
         """
         self._wanted = wanted
-        self._device = device
+        self._land = landing or (lambda request: own_landing(request, device))
         self._replica = replica
         self._push: _Push | None = None
         self._last_epoch = -1
@@ -94,10 +86,13 @@ class WeightInbox:
         """True between a prepare and the commit or abort that ends it."""
         return self._push is not None
 
-    async def prepare(self, request: PrepareWeightsRequest) -> None:
+    async def prepare(self, request: PrepareWeightsRequest) -> int:
         """Check what will come and join the group; returns when all members are there.
 
         A newer epoch replaces a push that is still open: its sender is gone or has given up.
+
+        Returns:
+            Ranks that this replica holds in the group.
 
         Raises:
             RequestError: Names, shapes, dtypes or backend do not fit.
@@ -119,28 +114,22 @@ class WeightInbox:
                 replica=self._replica,
             )
         check_manifest(request.manifest, self._wanted())
-        check_space(total_bytes(request.manifest), self._staging_device(request))
+        landing = self._land(request)
+        check_room(request, landing)
         self._end(abort=True)
         self._last_epoch = request.epoch
-        push = _Push(
-            request=request,
-            buckets=plan_buckets(request.manifest),
-            worker=Worker(f"quartet-receive-{request.epoch}"),
-        )
+        push = _Push(request=request, buckets=plan_buckets(request.manifest), landing=landing)
         self._push = push
         try:
-            device = self._staging_device(request)
-            push.staged = [empty_bucket(bucket, device) for bucket in push.buckets]
-            joined = push.worker.submit(_open_transport, request, self._device)
-            transport = await asyncio.wrap_future(joined)
+            await landing.join()
         except BaseException:
             if self._push is push:
                 self._end(abort=True)
             raise
         if self._push is not push:  # aborted while the group formed
-            transport.close(abort=True)
             raise self._unknown(request.epoch)
-        push.transport = transport
+        push.joined = True
+        return landing.num_ranks
 
     async def receive(self, request: ReceiveWeightsRequest) -> AsyncIterator[ReceiveEvent]:
         """Take part in the broadcast and say what happens: READY, BUCKET..., DONE or FAILED.
@@ -149,7 +138,7 @@ class WeightInbox:
         hold up every other member of the group.
         """
         push = self._current(request.epoch, request.policy_version)
-        if push.transport is None or push.receiving:
+        if not push.joined or push.receiving:
             raise StateError(
                 f"epoch {request.epoch} is not at the point of receiving",
                 reason="WEIGHTS_PHASE_WRONG",
@@ -158,33 +147,38 @@ class WeightInbox:
         push.receiving = True
         try:
             yield ReceiveEvent(event="ready")
-            async for event in self._receive_buckets(push, push.transport):
+            async for event in self._receive_buckets(push):
                 yield event
         finally:
             # The sender went away in the middle: nothing will complete this push.
             if not push.complete and self._push is push:
                 self._end(abort=True)
 
-    async def _receive_buckets(
-        self, push: _Push, transport: Transport
-    ) -> AsyncIterator[ReceiveEvent]:
+    async def _receive_buckets(self, push: _Push) -> AsyncIterator[ReceiveEvent]:
+        """Take all buckets; the digest of one is computed while the next arrives."""
+        landing, limit = push.landing, push.request.group_timeout + _EVENT_GRACE
         problem = ""
-        for bucket, flat in zip(push.buckets, push.staged, strict=True):
-            job = push.worker.submit(transport.receive, bucket, flat)
-            try:
-                async with asyncio.timeout(push.request.group_timeout + _EVENT_GRACE):
-                    await asyncio.wrap_future(job)
-            except (QuartetError, TimeoutError) as error:  # the group broke: nothing to drain
-                message = str(error) or "the group did not answer"
-                yield ReceiveEvent(event="failed", bucket_index=bucket.index, error=message)
-                return
-            try:
-                digest = await asyncio.wrap_future(push.worker.submit(bucket_digest, flat))
-            except Exception as error:
-                problem = problem or f"bucket {bucket.index}: {error}"
-                continue
-            push.digest.update(digest)
-            yield ReceiveEvent(event="bucket", bucket_index=bucket.index, digest=digest)
+        arriving = _arriving(landing, push.buckets[0])
+        try:
+            for bucket in push.buckets:
+                try:
+                    async with asyncio.timeout(limit):
+                        await arriving
+                except (QuartetError, TimeoutError) as error:  # the group broke: nothing to drain
+                    message = str(error) or "the group did not answer"
+                    yield ReceiveEvent(event="failed", bucket_index=bucket.index, error=message)
+                    return
+                if bucket.index + 1 < len(push.buckets):
+                    arriving = _arriving(landing, push.buckets[bucket.index + 1])
+                try:
+                    digest = await landing.digest(bucket)
+                except Exception as error:
+                    problem = problem or f"bucket {bucket.index}: {error}"
+                    continue
+                push.digest.update(digest)
+                yield ReceiveEvent(event="bucket", bucket_index=bucket.index, digest=digest)
+        finally:
+            arriving.cancel()
         if problem:
             yield ReceiveEvent(event="failed", error=problem)
             return
@@ -211,7 +205,7 @@ class WeightInbox:
         push.committing = True
         try:
             self._verify(push, request.digest)
-            return await load(_named(push), request.policy_version)
+            return await load(push.landing.tensors(), request.policy_version)
         finally:
             push.committing = False
             self._end(abort=False)
@@ -271,72 +265,15 @@ class WeightInbox:
             replica=self._replica,
         )
 
-    def _staging_device(self, request: PrepareWeightsRequest) -> str:
-        return self._device if request.backend is PushBackend.NCCL else "cpu"
-
     def _end(self, *, abort: bool) -> None:
         push = self._push
         if push is not None and not push.committing:
             self._push = None
-            push.close(abort=abort)
+            push.landing.close(abort=abort)
 
 
-def check_space(needed: int, device: str) -> None:
-    """Raise InfraError when a staging area of `needed` bytes does not fit.
-
-    The old weights keep serving until the commit, so both are there for a moment.
-    """
-    free = _free_bytes(device)
-    if free is not None and needed > free:
-        raise InfraError(
-            f"no room for {needed / 2**30:.2f} GiB of new weights beside the old: "
-            f"{free / 2**30:.2f} GiB are free on {device}",
-            reason="WEIGHTS_NO_SPACE",
-            remedy="give the engine a smaller share of the memory",
-        )
-
-
-def _free_bytes(device: str) -> int | None:
-    if device != "cpu":
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
-
-
-def _open_transport(request: PrepareWeightsRequest, device: str) -> Transport:
-    if request.backend is PushBackend.FILE:
-        return FileTransport(request.rendezvous.folder, owner=False)
-    if request.backend not in (PushBackend.GLOO, PushBackend.NCCL):
-        raise RequestError(
-            f"push backend {request.backend} is not supported here",
-            reason="WEIGHTS_BACKEND_UNSUPPORTED",
-            field="backend",
-            value=str(request.backend),
-            remedy="use gloo, nccl or file",
-        )
-    address = request.rendezvous.store_address
-    host, port = join_address(address)
-    group = form_group(
-        backend=request.backend,
-        store=connect_store(address, timeout=request.group_timeout),
-        group_name=request.rendezvous.group_name,
-        rank=request.rank,
-        world_size=request.world_size,
-        host=local_address_towards(host, port),
-        timeout=request.group_timeout,
-        device=device,
-    )
-    return GroupTransport(group)
-
-
-def _named(push: _Push) -> Iterable[tuple[str, torch.Tensor]]:
-    for bucket, flat in zip(push.buckets, push.staged, strict=True):
-        yield from unpack_bucket(bucket, flat)
+def _arriving(landing: Landing, bucket: Bucket) -> asyncio.Task[None]:
+    """Begin to receive a bucket. How it failed is not told where nobody waits for it any more."""
+    task = asyncio.ensure_future(landing.receive(bucket))
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task

@@ -15,7 +15,7 @@ from quartet.testing.push import CountingSource, LocalReplica, make_manifest, ma
 from quartet.types import PushBackend
 from quartet.types.requests import AbortWeightsRequest, CommitWeightsRequest
 from quartet.weights import digest as digest_module
-from quartet.weights import plan_buckets, push_weights, receive, total_bytes
+from quartet.weights import landing, plan_buckets, push_weights, receive, total_bytes
 
 
 async def push(replicas, *, source=None, manifest=None, epoch=100, **options):
@@ -164,8 +164,8 @@ async def test_a_death_in_the_middle_frees_the_sender_at_once(three):
 def one_bucket_then_nothing(inbox):
     whole = inbox._receive_buckets
 
-    async def part(push, transport):
-        async for event in whole(push, transport):
+    async def part(push):
+        async for event in whole(push):
             yield event
             return
 
@@ -173,7 +173,7 @@ def one_bucket_then_nothing(inbox):
 
 
 async def test_a_member_that_hangs_costs_the_timeout_and_no_more(replica):
-    async def hang(push, transport):
+    async def hang(push):
         await asyncio.Event().wait()
         yield
 
@@ -200,7 +200,7 @@ def wide():
 async def test_an_error_of_one_receiver_leaves_the_others_whole(three, monkeypatch):
     """It keeps reading, reports FAILED at the end, and everybody else commits."""
     real = digest_module.bucket_digest
-    broken_worker = "quartet-receive-100"
+    broken_worker = "quartet-digest-100"
     seen = []
 
     def fails_once(flat):
@@ -211,7 +211,7 @@ async def test_an_error_of_one_receiver_leaves_the_others_whole(three, monkeypat
             raise RuntimeError("out of memory")
         return real(flat)
 
-    monkeypatch.setattr(receive, "bucket_digest", fails_once)
+    monkeypatch.setattr(landing, "bucket_digest", fails_once)
     result = await push(three)
     committed = [r.committed for r in result.replicas]
     assert sorted(committed) == [False, True, True]
@@ -380,11 +380,11 @@ async def test_phases_out_of_order_are_refused(replica):
 
 
 async def test_space_is_checked_before_anything_is_sent(monkeypatch):
-    monkeypatch.setattr(receive, "_free_bytes", lambda device: 10)
+    monkeypatch.setattr(landing, "_free_bytes", lambda device: 10)
     with pytest.raises(InfraError, match="no room") as caught:
-        receive.check_space(11, "cpu")
+        landing.check_space(11, "cpu")
     assert caught.value.info.reason == "WEIGHTS_NO_SPACE"
-    receive.check_space(10, "cpu")
+    landing.check_space(10, "cpu")
 
 
 def test_names_are_request_errors():
