@@ -7,7 +7,7 @@ they complete prompts, and take named tensors between two tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -114,8 +114,12 @@ class Engine(Protocol):
         """Give the device's memory back: 1 keeps the weights in host memory, 2 forgets them."""
         ...
 
-    async def wake(self) -> None:
-        """Take the memory back. After level 2 the weights are undefined until they are loaded."""
+    async def wake(self, tags: Collection[str] = ("weights", "kv_cache")) -> None:
+        """Take memory back: of the weights, of the caches, or of both.
+
+        Never asked twice for the same between two sleeps. Generation stays paused. After level 2
+        the weights are undefined until they are loaded, which may happen before the caches wake.
+        """
         ...
 
 

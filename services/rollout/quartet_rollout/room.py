@@ -80,6 +80,8 @@ class RolloutRoom:
         self._is_stale = False
         self._is_draining = False
         self._is_paused = False
+        self._is_held = False
+        """The engine waits for something else than a Resume: memory, or weights."""
 
     @property
     def state(self) -> ReplicaState:
@@ -223,7 +225,7 @@ class RolloutRoom:
     async def resume(self) -> int:
         """Go on."""
         self._is_paused = False
-        if self._asleep:
+        if self._is_held:
             return 0
         return await self._require_engine().resume()
 
@@ -233,31 +235,46 @@ class RolloutRoom:
         try:
             continued = await inbox.commit(request, engine.load_weights)
         except FatalError:
-            self._is_stale = True
+            self._is_stale = self._is_held = True
+            # Whatever it has begun must get no token of weights that are half old and half new.
+            with contextlib.suppress(QuartetError):
+                await engine.pause(PauseMode.ABORT)
             raise
         self._is_stale = False
         self.policy_version = request.policy_version
         metrics.POLICY_VERSION.set(self.policy_version)
+        await self._let_go(engine)
         return CommitWeightsResult(
             policy_version=self.policy_version, completions_continued=continued
         )
 
     async def _fall_asleep(self, engine: Engine, level: int) -> None:
-        # A drain under way would wait for ever on what a Pause holds.
-        if self._is_paused:
+        # A drain under way would wait for ever on what a Pause holds. What a failed swap holds
+        # waits for weights, here as well.
+        if self._is_paused and not self._is_held:
             await engine.resume()
+        self._is_held = True
         await engine.pause(PauseMode.DRAIN)
         await engine.sleep(level)
         self._forgotten = level >= 2
 
     async def _wake_up(self, engine: Engine, tags: set[str]) -> None:
+        await engine.wake(tags)
         if "weights" in tags:
-            await engine.wake()
             self._is_stale = self._is_stale or self._forgotten
             self._forgotten = False
         self._asleep -= tags
-        if not self._asleep and not self._is_paused:
-            await engine.resume()
+        await self._let_go(engine)
+
+    async def _let_go(self, engine: Engine) -> None:
+        """Go on after a sleep or a failed swap, once the engine has its memory and its weights.
+
+        Calls may have waited for their turn when it fell asleep: without weights they wait on.
+        """
+        if self._is_held and not self._asleep and not self._is_stale:
+            self._is_held = False
+            if not self._is_paused:
+                await engine.resume()
 
     def _serving_engine(self) -> Engine:
         if self.state is ReplicaState.SERVING:

@@ -83,8 +83,8 @@ class ScriptedEngine:
     async def sleep(self, level):
         self.told.append(f"sleep {level}")
 
-    async def wake(self):
-        self.told.append("wake")
+    async def wake(self, tags):
+        self.told.append(f"wake {' '.join(sorted(tags))}")
 
 
 class RoomTarget(LocalReplica):
@@ -222,15 +222,45 @@ async def test_sleep_waits_for_what_runs_refuses_calls_and_pushes(room, engine):
     assert await room.wake(WakeRequest(request_id="w", tags=("weights",))) is ReplicaState.ASLEEP
     assert (await push(room, epoch=2)).committed
     assert await room.wake(WakeRequest(request_id="w", tags=("kv_cache",))) is ReplicaState.SERVING
-    assert engine.told[2:] == ["wake", "resume"]
+    assert engine.told[2:] == ["wake weights", "wake kv_cache", "resume"]
     await room.generate(request())
 
 
-async def test_forgotten_weights_are_stale_after_waking(room):
+async def test_forgotten_weights_are_stale_after_waking(room, engine):
     await room.sleep(2)
     assert await room.wake(WakeRequest(request_id="w")) is ReplicaState.STALE
+    with pytest.raises(StateError) as caught:
+        await room.generate(request())
+    assert reason_of(caught) == "REPLICA_STALE"
+    assert await room.resume() == 0
+    # Calls may wait inside the engine: it must not go on with weights that mean nothing.
+    assert engine.told == ["pause drain", "sleep 2", "wake kv_cache weights"]
     assert (await push(room)).committed
     assert room.state is ReplicaState.SERVING
+    assert engine.told[3:] == ["resume"]
+
+
+async def test_a_push_comes_before_the_caches_take_their_memory(room, engine):
+    await room.sleep(2)
+    await room.wake(WakeRequest(request_id="w", tags=("weights",)))
+    assert (await push(room)).committed
+    assert (room.state, room.policy_version) == (ReplicaState.ASLEEP, 1)
+    with pytest.raises(StateError) as caught:
+        await room.generate(request())
+    assert reason_of(caught) == "REPLICA_ASLEEP"
+    assert "resume" not in engine.told
+    assert await room.wake(WakeRequest(request_id="w", tags=("kv_cache",))) is ReplicaState.SERVING
+    assert engine.told[2:] == ["wake weights", "wake kv_cache", "resume"]
+
+
+async def test_after_a_torn_swap_the_engine_ends_what_it_began_and_waits(room, engine):
+    engine.load_error = FatalError("half old and half new", reason="WEIGHTS_TORN")
+    await push(room)
+    assert engine.told == ["pause abort"]
+    assert await room.resume() == 0
+    engine.load_error = None
+    await push(room, epoch=2)
+    assert engine.told == ["pause abort", "resume"]
 
 
 async def test_orders_that_change_nothing_are_no_error(room, engine):
@@ -245,7 +275,7 @@ async def test_a_pause_outlives_a_sleep(room, engine):
     await room.sleep(1)
     assert await room.wake(WakeRequest(request_id="w")) is ReplicaState.SERVING
     assert engine.told[1] == "resume"  # to let the drain end
-    assert engine.told[-1] == "wake"
+    assert engine.told[-1] == "wake kv_cache weights"
     assert await room.resume() == 3
 
 

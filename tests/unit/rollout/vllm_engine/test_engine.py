@@ -83,8 +83,8 @@ class ScriptedVllm:
     async def sleep(self, level):
         self.calls.append(f"sleep {level}")
 
-    async def wake(self):
-        self.calls.append("wake")
+    async def wake(self, tags):
+        self.calls.append(f"wake {' '.join(tags)}")
 
 
 def spec(**arguments) -> EngineSpec:
@@ -247,10 +247,30 @@ async def test_sleep_frees_a_gpu_that_was_prepared_for_it(vllm):
     asleep = VllmEngine(vllm, FACTS, spec(enable_sleep_mode=True), seed=1)
     await asleep.sleep(2)
     await asleep.wake()
-    assert vllm.calls == ["sleep 2", "wake"]
+    assert vllm.calls == ["sleep 2", "wake kv_cache weights"]
     never = VllmEngine(vllm, FACTS, spec(enable_sleep_mode=False), seed=1)
     with pytest.raises(StateError, match="means to sleep"):
         await never.sleep(1)
+
+
+async def test_a_push_between_the_wakings_finds_memory_for_weights_alone(engine, vllm):
+    """The order that keeps the peak of a shared device lowest; vLLM itself steps when all is back,
+    and must not before the service says so."""
+    await engine.pause(PauseMode.DRAIN)
+    await engine.sleep(2)
+    await engine.wake({"weights"})
+    await engine.load_weights(WEIGHTS, 3)
+    await engine.wake({"kv_cache"})
+    assert "go on" not in vllm.calls
+    await engine.resume()
+    assert [call for call in vllm.calls if call != "keep"] == [
+        "sleep 2",
+        "wake weights",
+        "load ['w'] as 3",
+        "wake kv_cache",
+        "go on",
+    ]
+    assert vllm.calls[-2:] == ["keep", "go on"]
 
 
 def test_spec_of_machine_and_arguments():

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -136,9 +136,10 @@ class TransformersEngine:
 
         await self._do(self._loop.submit(free))
 
-    async def wake(self) -> None:
-        """Take the memory back; see the Protocol."""
-        await self._do(self._loop.submit(lambda: self._model.restore()))
+    async def wake(self, tags: Collection[str] = ("weights", "kv_cache")) -> None:
+        """Take the memory back; see the Protocol. Caches have none before there are tokens."""
+        if "weights" in tags:
+            await self._do(self._loop.submit(lambda: self._model.restore()))
 
     async def _do(self, future: Future[T]) -> T:
         # Shielded: what the thread has begun is not undone because a caller went away.

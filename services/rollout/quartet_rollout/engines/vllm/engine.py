@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -151,14 +151,15 @@ class VllmEngine:
                 remedy="start the service with --vllm.enable_sleep",
             )
         if self._spec.device == "cpu":
-            log.info("asleep; on a CPU vLLM keeps its memory")
-        else:
-            await self._vllm.sleep(level)
+            log.info("falls asleep; on a CPU vLLM keeps its memory")
+        await self._vllm.sleep(level)
 
-    async def wake(self) -> None:
+    async def wake(self, tags: Collection[str] = ("weights", "kv_cache")) -> None:
         """Take the memory back; see the Protocol."""
-        if self._spec.device != "cpu":
-            await self._vllm.wake()
+        await self._vllm.wake(sorted(tags))
+        # vLLM begins to step as soon as nothing of it sleeps.
+        if self._is_held or self._is_torn:
+            await self._vllm.hold("keep")
 
     async def _tear(self) -> None:
         """After a failed swap: nothing may be computed, and what ran ends with its tokens."""

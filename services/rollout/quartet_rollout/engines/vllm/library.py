@@ -141,9 +141,9 @@ class Vllm:
         """Free the device's memory."""
         await _told(self._llm.sleep(level))
 
-    async def wake(self) -> None:
-        """Take it back."""
-        await _told(self._llm.wake_up())
+    async def wake(self, tags: list[str]) -> None:
+        """Take some of it back: "weights", "kv_cache". It steps again when it has both."""
+        await _told(self._llm.wake_up(tags))
 
     def stop(self) -> None:
         """End its processes, the hard way those that do not end in time. Blocks."""
