@@ -192,6 +192,8 @@ class LearnerRoom:
                 policy_version=request.policy_version,
                 backend=backend,
                 group_timeout=request.group_timeout,
+                # One that stands still at its commit is given up like any other.
+                commit_timeout=request.group_timeout,
                 folder=request.folder,
                 executor=self._executor,
                 device=str(conductor.engine.group.device),
