@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from quartet import __version__
-from quartet.errors import FatalError, QuartetError, StateError, UnavailableError
+from quartet.errors import FatalError, QuartetError, RequestError, StateError, UnavailableError
 from quartet.obs import metrics
 from quartet.types import (
     AbortWeightsRequest,
@@ -28,6 +28,7 @@ from quartet.types import (
     PauseMode,
     PrepareWeightsRequest,
     PrepareWeightsResult,
+    PushBackend,
     ReceiveEvent,
     ReceiveWeightsRequest,
     ReplicaState,
@@ -176,6 +177,7 @@ class RolloutRoom:
     async def prepare(self, request: PrepareWeightsRequest) -> PrepareWeightsResult:
         """First phase of a push."""
         self._check_has_weights("take weights")
+        self._check_backend(self._require_engine(), request.backend)
         await self._require_inbox().prepare(request)
         return PrepareWeightsResult(replica=self._replica)
 
@@ -205,6 +207,8 @@ class RolloutRoom:
                 replica=self._replica,
             )
         if not self._asleep:
+            # Before anything is paused for a sleep that does not come.
+            self._check_can_sleep(engine)
             self._asleep = set(_PARTS)
             await _finish(self._fall_asleep(engine, level))
         return self.state
@@ -301,6 +305,29 @@ class RolloutRoom:
                 f"a sleeping replica cannot {what}",
                 reason="REPLICA_ASLEEP",
                 remedy='call Wake with the tag "weights" first',
+                replica=self._replica,
+            )
+
+    def _check_can_sleep(self, engine: Engine) -> None:
+        if "sleep" not in engine.spec.capabilities:
+            raise StateError(
+                f"the engine {engine.spec.name} cannot sleep as it was started",
+                reason="SLEEP_DISABLED",
+                field="vllm.enable_sleep",
+                remedy="start the service with --vllm.enable_sleep and an engine that can",
+                replica=self._replica,
+            )
+
+    def _check_backend(self, engine: Engine, backend: PushBackend) -> None:
+        offered = engine.spec.push_backends
+        if backend not in offered:
+            remedy = f"take --push.backend {' or '.join(offered)}"
+            raise RequestError(
+                f"the engine {engine.spec.name} takes no weights by {backend}",
+                reason="WEIGHTS_BACKEND_UNSUPPORTED",
+                field="backend",
+                value=str(backend),
+                remedy=remedy if offered else "its policy never changes; start one that takes some",
                 replica=self._replica,
             )
 

@@ -1,6 +1,7 @@
 """The room around a scripted engine: states, versions, and what is refused in which of them."""
 
 import asyncio
+import dataclasses
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -8,7 +9,13 @@ import pytest
 from quartet_rollout.engine import EngineSpec, Generated
 from quartet_rollout.room import RolloutRoom
 
-from quartet.errors import FatalError, InfraError, StateError, UnavailableError
+from quartet.errors import (
+    FatalError,
+    InfraError,
+    RequestError,
+    StateError,
+    UnavailableError,
+)
 from quartet.testing.push import CountingSource, LocalReplica, make_manifest, make_tensors
 from quartet.types import (
     AbortWeightsRequest,
@@ -17,8 +24,10 @@ from quartet.types import (
     GroupCompletions,
     LogprobKind,
     PauseMode,
+    PrepareWeightsRequest,
     PromptGroup,
     PushBackend,
+    Rendezvous,
     ReplicaState,
     VersionSpan,
     WakeRequest,
@@ -288,6 +297,36 @@ async def test_no_sleep_in_the_middle_of_a_push(room, engine):
     assert reason_of(caught) == "PUSH_UNDER_WAY"
     engine.gate.set()
     assert (await pushing).committed
+
+
+async def test_a_sleep_that_the_engine_cannot_have_pauses_nothing(room, engine, monkeypatch):
+    monkeypatch.setattr(engine, "spec", dataclasses.replace(engine.spec, capabilities=()))
+    with pytest.raises(StateError) as refused:
+        await room.sleep(1)
+    assert refused.value.info.reason == "SLEEP_DISABLED"
+    assert room.state is ReplicaState.SERVING
+    assert engine.told == []
+
+
+@pytest.mark.parametrize("offered", [(), (PushBackend.FILE,)])
+async def test_a_push_by_other_ways_than_the_engines_is_refused(room, engine, monkeypatch, offered):
+    monkeypatch.setattr(engine, "spec", dataclasses.replace(engine.spec, push_backends=offered))
+    request = PrepareWeightsRequest(
+        request_id="r",
+        epoch=1,
+        policy_version=1,
+        manifest=MANIFEST,
+        backend=PushBackend.GLOO,
+        rendezvous=Rendezvous(),
+        rank=1,
+        world_size=2,
+        group_timeout=1.0,
+    )
+    with pytest.raises(RequestError, match="scripted takes no weights by gloo") as refused:
+        await room.prepare(request)
+    assert refused.value.info.reason == "WEIGHTS_BACKEND_UNSUPPORTED"
+    assert all(f"--push.backend {name}" in refused.value.info.remedy for name in offered)
+    assert room.state is ReplicaState.SERVING
 
 
 async def test_draining_is_unavailable_so_that_callers_go_elsewhere(room):
