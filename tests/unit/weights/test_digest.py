@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.weights import digest as digest_module
 from quartet.weights.digest import BLOCK_WORDS, PushDigest, bucket_digest
 
 
@@ -25,6 +26,15 @@ def reference(data: bytes) -> str:
 def test_follows_its_definition(size):
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     assert bucket_digest(torch.from_numpy(data)) == reference(data.tobytes())
+
+
+@pytest.mark.parametrize("size", [0, 9, BLOCK_WORDS * 8, BLOCK_WORDS * 24 + 13])
+@pytest.mark.parametrize("start", [0, 3])
+def test_the_way_of_a_gpu_leads_to_the_same(size, start):
+    data = torch.randint(0, 256, (size + start,), dtype=torch.uint8)[start:]
+    on_host = digest_module._sums_on_host(data.numpy())
+    assert digest_module._sums_on_device(data) == on_host
+    assert len(on_host) == -(-size // (BLOCK_WORDS * 8))
 
 
 def test_sees_bytes_not_values():
