@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from quartet.errors import QuartetError
 from quartet.types import (
@@ -18,6 +18,7 @@ from quartet.types import (
     GroupCompletions,
     LogprobKind,
     PauseMode,
+    PrepareWeightsRequest,
     PushBackend,
     WeightManifest,
 )
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from quartet.config import RolloutServeConfig
+    from quartet.weights import Landing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,8 @@ class EngineSpec:
     """Where the weights lie: "cpu" or "cuda:0"."""
     digest: str
     """Digest of the weights as loaded."""
+    push_ranks: tuple[int, ...] = ()
+    """Ranks that it takes in a group of each of `push_backends`; empty is one in each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -120,6 +124,18 @@ class Engine(Protocol):
         Never asked twice for the same between two sleeps. Generation stays paused. After level 2
         the weights are undefined until they are loaded, which may happen before the caches wake.
         """
+        ...
+
+
+@runtime_checkable
+class TakesPushes(Protocol):
+    """An engine that has a better place for a push than memory of this process.
+
+    What its landing makes of the tensors is what its `load_weights` gets at the commit.
+    """
+
+    def landing(self, request: PrepareWeightsRequest) -> Landing:
+        """The receiving end of one push."""
         ...
 
 

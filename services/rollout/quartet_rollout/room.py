@@ -37,7 +37,7 @@ from quartet.types import (
     WakeRequest,
 )
 from quartet.weights import WeightInbox
-from quartet_rollout.engine import Engine
+from quartet_rollout.engine import Engine, TakesPushes
 
 T = TypeVar("T")
 
@@ -101,7 +101,10 @@ class RolloutRoom:
         engine = await self._stack.enter_async_context(self._open_engine())
         spec = engine.spec
         self._inbox = WeightInbox(
-            wanted=lambda: spec.manifest, device=spec.device, replica=self._replica
+            wanted=lambda: spec.manifest,
+            device=spec.device,
+            replica=self._replica,
+            landing=engine.landing if isinstance(engine, TakesPushes) else None,
         )
         self._engine = engine
         metrics.POLICY_VERSION.set(self.policy_version)
@@ -178,8 +181,8 @@ class RolloutRoom:
         """First phase of a push."""
         self._check_has_weights("take weights")
         self._check_backend(self._require_engine(), request.backend)
-        await self._require_inbox().prepare(request)
-        return PrepareWeightsResult(replica=self._replica)
+        num_ranks = await self._require_inbox().prepare(request)
+        return PrepareWeightsResult(replica=self._replica, num_ranks=num_ranks)
 
     async def receive(self, request: ReceiveWeightsRequest) -> AsyncIterator[ReceiveEvent]:
         """Second phase of a push."""

@@ -9,6 +9,7 @@
     member.py     one replica, as the sender sees it
     assemble.py   brings the replicas into one group and leaves out who does not come
     lane.py       the sender's blocking half: drains the model's tensors and sends them
+    clock.py      where the time of a push goes
     worker.py     a thread that may be left behind
     receive.py    the receiver: into a staging area, never into the model that serves
     landing.py    where the bytes arrive and wait; an engine may bring its own
@@ -17,6 +18,8 @@
 without torch may read manifests.
 """
 
+from quartet.weights.landing import Landing
+from quartet.weights.clock import PushClock
 from quartet.weights.manifest import (
     Bucket,
     TensorSlot,
@@ -28,15 +31,23 @@ from quartet.weights.manifest import (
 from quartet.weights.member import PushTarget
 from quartet.weights.push import push_weights
 from quartet.weights.receive import WeightInbox
-from quartet.weights.tensors import manifest_of_model, pack_bucket, unpack_bucket
+from quartet.weights.tensors import (
+    flat_tensor,
+    manifest_of_model,
+    pack_bucket,
+    unpack_bucket,
+)
 
 __all__ = [
     "Bucket",
+    "PushClock",
+    "Landing",
     "PushTarget",
     "TensorSlot",
     "WeightInbox",
     "check_manifest",
     "dtype_bytes",
+    "flat_tensor",
     "manifest_of_model",
     "pack_bucket",
     "plan_buckets",

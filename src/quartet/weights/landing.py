@@ -83,7 +83,14 @@ class Staging(Protocol):
     """Memory for the tensors of one push."""
 
     def buffers(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
-        """One flat buffer a bucket, [numel], all made before the first arrives."""
+        """One flat buffer a bucket, [numel], all made before the first arrives. May block.
+
+        Two buckets in a row never share memory; others may.
+        """
+        ...
+
+    def keep(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Take a bucket that has arrived whole, before its buffer serves for another. May block."""
         ...
 
     def tensors(self, buckets: Sequence[Bucket]) -> NamedTensors:
@@ -107,6 +114,9 @@ class OwnStaging:
         check_space(sum(bucket.nbytes for bucket in buckets), self._device)
         self._buffers = [empty_bucket(bucket, self._device) for bucket in buckets]
         return self._buffers
+
+    def keep(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """It lies where it stays."""
 
     def tensors(self, buckets: Sequence[Bucket]) -> NamedTensors:
         """Views of the buffers."""
@@ -137,7 +147,6 @@ class OwnLanding:
         self._receiver = Worker(f"quartet-receive-{request.epoch}")
         self._digester = Worker(f"quartet-digest-{request.epoch}")
         self._transport: Transport | None = None
-        self._is_closed = False
 
     @property
     def num_ranks(self) -> int:
@@ -146,13 +155,8 @@ class OwnLanding:
 
     async def join(self) -> None:
         """Make room and join; see the Protocol."""
-        self._buffers = self._staging.buffers(self._buckets)
-        joined = self._receiver.submit(open_transport, self._request, self._device)
-        transport = await asyncio.wrap_future(joined)
-        if self._is_closed:  # given up while the group formed
-            transport.close(abort=True)
-            return
-        self._transport = transport
+        await asyncio.wrap_future(self._receiver.submit(self._make_room))
+        await asyncio.wrap_future(self._receiver.submit(self._open))
 
     async def receive(self, bucket: Bucket) -> None:
         """Take part in the transfer; see the Protocol."""
@@ -163,7 +167,7 @@ class OwnLanding:
 
     async def digest(self, bucket: Bucket) -> str:
         """Of the bytes as they lie here."""
-        job = self._digester.submit(bucket_digest, self._buffers[bucket.index])
+        job = self._digester.submit(self._digest, bucket, self._buffers[bucket.index])
         return await asyncio.wrap_future(job)
 
     def tensors(self) -> NamedTensors:
@@ -172,13 +176,44 @@ class OwnLanding:
 
     def close(self, *, abort: bool) -> None:
         """Let go; see the Protocol. A thread that is stuck keeps its own buffer alive."""
-        self._is_closed = True
         self._buffers = []
         self._staging.close()
-        self._receiver.close()
-        self._digester.close()
         if self._transport is not None:
             self._transport.close(abort=abort)
+        else:  # what its thread may be making just now
+            self._receiver.submit(self._close_late)
+        self._receiver.close()
+        self._digester.close()
+
+    def _make_room(self) -> None:
+        self._buffers = self._staging.buffers(self._buckets)
+        if self._request.backend is PushBackend.NCCL:
+            _leave_default_stream(self._device)
+            self._digester.submit(_leave_default_stream, self._device)
+
+    def _open(self) -> None:
+        self._transport = open_transport(self._request, self._device)
+
+    def _close_late(self) -> None:
+        self._buffers = []
+        self._staging.close()
+        if self._transport is not None:
+            self._transport.close(abort=True)
+
+    def _digest(self, bucket: Bucket, flat: torch.Tensor) -> str:
+        digest = bucket_digest(flat)
+        self._staging.keep(bucket, flat)
+        return digest
+
+
+def _leave_default_stream(device: str) -> None:
+    """Let this thread's work on a GPU not queue behind the engine's."""
+    import torch
+
+    torch.cuda.set_device(device)
+    # The buffers come from there: whatever used their memory before must be done.
+    torch.cuda.current_stream().synchronize()
+    torch.cuda.set_stream(torch.cuda.Stream())
 
 
 def own_landing(request: PrepareWeightsRequest, device: str) -> OwnLanding:

@@ -18,14 +18,17 @@ from quartet.types import (
     GroupCompletions,
     LogprobKind,
     PauseMode,
+    PrepareWeightsRequest,
     PromptGroup,
     PushBackend,
 )
+from quartet.weights.landing import OwnLanding, own_landing
 from quartet_rollout.engine import EngineSpec, Generated
 from quartet_rollout.engines.vllm import environment, library
 from quartet_rollout.engines.vllm.arguments import DTYPES, engine_arguments
 from quartet_rollout.engines.vllm.facts import ModelFacts, read_facts
 from quartet_rollout.engines.vllm.gate import Gate
+from quartet_rollout.engines.vllm.handover import SharedStaging
 from quartet_rollout.engines.vllm.library import Vllm
 from quartet_rollout.engines.vllm.sample import Sample
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from quartet.config import RolloutServeConfig
+    from quartet.weights import Landing
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +107,12 @@ class VllmEngine:
             ),
             queue_seconds=began - arrived,
         )
+
+    def landing(self, request: PrepareWeightsRequest) -> Landing:
+        """Memory that vLLM's workers map; see `TakesPushes`."""
+        if request.backend is PushBackend.NCCL:
+            return own_landing(request, self._spec.device)
+        return OwnLanding(request, self._spec.device, SharedStaging())
 
     async def load_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int

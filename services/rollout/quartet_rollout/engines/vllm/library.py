@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from quartet.errors import ConfigError, InfraError
 from quartet.types import VersionSpan
-from quartet_rollout.engines.vllm.handover import written
+from quartet_rollout.engines.vllm.handover import InSharedMemory, written
 from quartet_rollout.engines.vllm.sample import Answer
 
 if TYPE_CHECKING:
@@ -126,12 +126,19 @@ class Vllm:
 
     async def load(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Put tensors in place of all weights, while held, and drop every cache of the old ones."""
-        with written(tensors) as (path, entries):
-            await _told(self._llm.collective_rpc("quartet_load", args=(path, entries)))
+        if isinstance(tensors, InSharedMemory):
+            await self._load_from(tensors)
+        else:
+            with written(tensors) as there:
+                await self._load_from(there)
         # Also of what runs: it goes on with keys and values of the new weights.
         if not await _told(self._llm.reset_prefix_cache(reset_running_requests=True)):
             raise InfraError("vLLM did not drop its caches", reason="CACHE_NOT_DROPPED")
         await self.name_version(policy_version)
+
+    async def _load_from(self, there: InSharedMemory) -> None:
+        call = self._llm.collective_rpc("quartet_load", args=(there.path, there.entries))
+        await _told(call)
 
     async def name_version(self, policy_version: int) -> None:
         """Say which version makes the tokens from here on."""

@@ -23,7 +23,7 @@ class WeightSwap:
         kernels have lost the shape they came in, and it would stop in the middle.
 
         Args:
-            path: File of `handover.written`.
+            path: Of a `handover.SharedMemory`.
             entries: Where each tensor lies in it.
 
         Returns:
