@@ -180,6 +180,8 @@ def push_backend(config: PpoConfig, machine: Machine) -> tuple[str, str]:
     """
     if config.push.backend != "auto":
         return config.push.backend, "as --push.backend says"
+    if config.rollout.engine == "openai" and not config.rollout.address:
+        return "file", "the engine openai takes nothing else"
     if config.vllm.sync_backend == "gloo":
         return "gloo", "as --vllm.sync_backend says"
     if config.learner.address:

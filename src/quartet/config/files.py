@@ -17,7 +17,7 @@ from quartet.config.aliases import canonical_name
 from quartet.config.tree import flat, leaves, nested, sections, suggestion
 from quartet.errors import ConfigError
 
-SECRETS = frozenset({"logger.wandb.key"})
+SECRETS = frozenset({"logger.wandb.key", "rollout.server_key"})
 """Values that are never written to a file or a log."""
 
 _RESOLVERS = (

@@ -177,16 +177,18 @@ def _policy_loss(config: PpoConfig, given: set[str]) -> Iterator[str]:
 def _ppo_engine(config: PpoConfig, machine: Machine, given: set[str]) -> Iterator[str]:
     if config.rollout.address:
         local = {"rollout.python", "rollout.engine", "rollout.max_num_sequences"}
-        set_here = sorted(name for name in given if name.startswith("vllm.") or name in local)
+        prefixes = ("vllm.", "rollout.server_")
+        set_here = sorted(name for name in given if name.startswith(prefixes) or name in local)
         if set_here:
             yield f"{', '.join(set_here)}: the services at --rollout.address have their own."
         return
-    if wanted_engine(config, machine) == "vllm":
+    engine = wanted_engine(config, machine)
+    if engine == "vllm":
         return
     of_vllm = {"enable_prefix_caching", "enforce_eager", "extra", "gpu_memory_utilization"}
     set_here = sorted(name for name in given if name.removeprefix("vllm.") in of_vllm)
     if set_here:
-        yield f"{', '.join(set_here)}: no effect on the engine transformers."
+        yield f"{', '.join(set_here)}: no effect on the engine {engine}."
 
 
 def _data_notes(config: TrainerConfig, given: set[str]) -> Iterator[str]:

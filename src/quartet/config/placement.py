@@ -146,6 +146,8 @@ def _engines(config: PpoConfig, shared: Gpus | None, allocator: _Allocator) -> t
     if config.rollout.address:
         return _place("rollout", config.rollout.address, 1, tuple)
     count, width = num_engines(config), config.vllm.tensor_parallel_size
+    if config.rollout.engine == "openai":
+        shared = ()  # the GPUs are its server's
     pool = allocator.take(count * width) if shared is None else shared
     return tuple(
         Place(

@@ -168,11 +168,13 @@ def _engine(config: PpoConfig | RolloutServeConfig, machine: Machine) -> Iterato
             "`make setup-vllm` makes an environment with it for CPUs: then add --rollout.python "
             ".venv-vllm/bin/python; or take --rollout.engine transformers",
         )
-    if engine == "transformers" and width > 1:
+    if engine != "vllm" and width > 1:
         yield wrong(
             "vllm.tensor_parallel_size",
             width,
-            "the engine transformers works on one device",
+            "the engine transformers works on one device"
+            if engine == "transformers"
+            else "the server that the engine openai asks has its own flags",
             "leave it at 1, or take --rollout.engine vllm on a machine with GPUs",
         )
 

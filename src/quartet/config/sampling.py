@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-EngineName = Literal["auto", "transformers", "vllm"]
+EngineName = Literal["auto", "transformers", "vllm", "openai"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,9 @@ class VllmEngineFields:
     """Give the GPU's memory back while others train; needs `train.colocate_all`."""
     gpu_memory_utilization: float = 0.95
     """Share of the GPU's memory that the engine takes, in (0, 1]."""
+    gloo_into: Literal["service", "workers"] = "service"
+    """Who receives weights that come by gloo: the service, into memory that all workers of the
+    engine map, or each worker by itself. By nccl it is always the workers."""
     extra: tuple[str, ...] = ()
     """Further arguments of vLLM's engine, as key=value."""
 
@@ -39,7 +42,28 @@ class VllmConfig(VllmEngineFields):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutConfig:
+class ServerFields:
+    """What the engine openai needs to know of the server that it asks."""
+
+    server_url: str | None = None
+    """Server of OpenAI's completions for the engine openai, http://host:port; several with commas,
+    one for each engine."""
+    server_key: str | None = field(default=None, repr=False)
+    """Its key, sent as a bearer token. Never written to files or logs."""
+    server_model: str | None = None
+    """Name of the model there. None: the only one that it has."""
+    server_logprobs: Literal["processed", "raw"] = "processed"
+    """Log-probabilities that it returns; put to the test when the engine starts."""
+    server_weights: str = "auto"
+    """How it takes weights: vllm (vLLM's development mode), a URL that is told of a folder, none.
+    auto: vllm where the server has it, else none."""
+    server_folder: str | None = None
+    """Folder for new weights that this service and the server both see. None: memory or the
+    temporary folder, for a server on the same machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig(ServerFields):
     """What is sampled, and by which services."""
 
     batch_size: int = 1024
@@ -72,11 +96,12 @@ class RolloutConfig:
     """Prompts that generate at the same time, over all services. None: what the services say they
     can take."""
     address: str | None = None
-    """Rollout services to use, host:port, several with commas."""
+    """Rollout services to use, host:port, several with commas; `dns:///name:port` and
+    `file:///path` stand for services that come and go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutEngineConfig:
+class RolloutEngineConfig(ServerFields):
     """The engine of `quartet serve rollout`."""
 
     model_name_or_path: str | None = None

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal, TypeVar
 
 from quartet.config.data import TokenizerFields
-from quartet.config.derive import critic_model, trained_model
+from quartet.config.derive import critic_model, split_list, trained_model
 from quartet.config.ds import HeadLoadConfig, LoadConfig, PpoDsConfig, TrainingFields
 from quartet.config.launch import HeadName, LearnerModelConfig, RefModelConfig
 from quartet.config.methods import DpoConfig, PpoConfig, RmConfig, TrainerConfig
@@ -27,7 +27,7 @@ S = TypeVar("S")
 L = TypeVar("L", bound=LoadConfig)
 
 
-def serve_config_for(role: Role, config: TrainerConfig) -> ServeConfig:
+def serve_config_for(role: Role, config: TrainerConfig, index: int = 0) -> ServeConfig:
     """The configuration of a service that the trainer starts.
 
     Ports, ready file and the bond to the parent are the launcher's, and given as flags.
@@ -35,6 +35,7 @@ def serve_config_for(role: Role, config: TrainerConfig) -> ServeConfig:
     Args:
         role: which service; `critic` is a second learner.
         config: the training configuration.
+        index: which of the role's replicas.
 
     Raises:
         ValueError: the method has no such service.
@@ -58,7 +59,7 @@ def serve_config_for(role: Role, config: TrainerConfig) -> ServeConfig:
             case "reward":
                 return _reward(config, common)
             case "rollout":
-                return _rollout(config, common)
+                return _rollout(config, index, common)
     if isinstance(config, DpoConfig) and role == "ref":
         model = config.ref.model_name_or_path or config.model.model_name_or_path
         return _ref(config, model, config.ref.offload, common)
@@ -135,12 +136,14 @@ def _reward(config: PpoConfig, common: dict[str, Any]) -> RewardServeConfig:
     )
 
 
-def _rollout(config: PpoConfig, common: dict[str, Any]) -> RolloutServeConfig:
+def _rollout(config: PpoConfig, index: int, common: dict[str, Any]) -> RolloutServeConfig:
+    servers = split_list(config.rollout.server_url)
     return RolloutServeConfig(
-        rollout=RolloutEngineConfig(
+        rollout=dataclasses.replace(
+            narrowed(RolloutEngineConfig, config.rollout),
             model_name_or_path=config.actor.model_name_or_path,
-            engine=config.rollout.engine,
-            max_num_sequences=config.rollout.max_num_sequences,
+            # Each engine has a server of its own.
+            server_url=servers[index] if servers else None,
         ),
         vllm=narrowed(VllmEngineFields, config.vllm),
         ds=_unquantised(LoadConfig, config.ds),

@@ -42,6 +42,25 @@ PPO = build(
 )
 
 
+def test_each_engine_has_a_server_of_its_own_and_no_key_in_its_file():
+    values = {
+        "actor.model_name_or_path": "policy",
+        "rollout.engine": "openai",
+        "rollout.server_url": "http://a:1, http://b:2",
+        "rollout.server_key": "k",
+        "rollout.server_logprobs": "raw",
+        "vllm.num_engines": 2,
+    }
+    config = build(PpoConfig, values, {})
+    found = [serve_config_for("rollout", config, index) for index in range(2)]
+    sections = [serve.rollout for serve in found if isinstance(serve, RolloutServeConfig)]
+    assert [s.server_url for s in sections] == ["http://a:1", "http://b:2"]
+    assert {s.server_logprobs for s in sections} == {"raw"}
+    assert [list(problems(serve)) for serve in found] == [[], []]
+    assert "server_key" not in to_yaml(found[0])
+    assert "server_key" not in repr(config)
+
+
 def test_learners_alone_have_quantised_weights_and_adapters():
     config = build(PpoConfig, {"ds.load_in_4bit": True, "ds.lora.rank": 8}, {})
     for role in ("learner", "critic"):

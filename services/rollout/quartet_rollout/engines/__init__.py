@@ -15,11 +15,19 @@ from quartet_rollout.engine import OpenEngine
 ENGINES: dict[EngineName, str] = {
     "transformers": "quartet_rollout.engines.transformers",
     "vllm": "quartet_rollout.engines.vllm",
+    "openai": "quartet_rollout.engines.openai",
 }
 """Engine name -> module with `open_engine`."""
 
-PACKAGES: dict[EngineName, str] = {"vllm": "vllm"}
-"""Engine name -> package that it needs and that a rollout service may lack."""
+PACKAGES: dict[EngineName, tuple[str, str]] = {
+    "vllm": (
+        "vllm",
+        "`make setup-vllm` makes an environment with it for CPUs; or use rollout.engine "
+        "transformers",
+    ),
+    "openai": ("aiohttp", "install it; or use rollout.engine transformers"),
+}
+"""Engine name -> package that it needs and that a rollout service may lack, and what to do then."""
 
 
 def find_engine(name: EngineName) -> OpenEngine:
@@ -38,13 +46,12 @@ def find_engine(name: EngineName) -> OpenEngine:
             value=name,
             remedy=f"use auto or {', '.join(ENGINES)}",
         )
-    package = PACKAGES.get(name)
+    package, remedy = PACKAGES.get(name, ("", ""))
     if package and importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"rollout.engine {name}: the package {package} is not installed",
             field="rollout.engine",
             value=name,
-            remedy="`make setup-vllm` makes an environment with it for CPUs; or use rollout.engine "
-            "transformers",
+            remedy=remedy,
         )
     return cast("OpenEngine", importlib.import_module(module).open_engine)

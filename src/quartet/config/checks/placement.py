@@ -47,6 +47,7 @@ def _check_engines(config: PpoConfig, actor_gpus: int) -> Iterator[ConfigError]:
         config.train.colocate_all
         and not config.train.async_enable
         and not config.rollout.address
+        and config.rollout.engine != "openai"
         and engines * width != actor_gpus
     ):
         yield wrong(

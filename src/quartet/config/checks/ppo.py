@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from quartet.config.checks.server import check_served_run
 from quartet.config.derive import (
     correction_band,
     longest_answer,
@@ -238,6 +239,7 @@ def check_sampling(config: PpoConfig) -> Iterator[ConfigError]:
             f"leaves no room for the prompt in --data.max_len {config.data.max_len}",
             "make data.max_len the longest prompt plus max_new_tokens",
         )
+    yield from check_served_run(config)
     generate = rollout.vllm_generate_batch_size
     if generate and generate > rollout.batch_size and not config.train.async_enable:
         yield wrong(

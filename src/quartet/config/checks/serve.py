@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from quartet.config.checks.adapters import check_adapter_settings
 from quartet.config.checks.ppo import check_reward_source
+from quartet.config.checks.server import check_server
 from quartet.config.rewardparts import targets_of
 from quartet.config.serve import (
     LearnerServeConfig,
@@ -23,6 +24,7 @@ def check_service(config: ServeConfig) -> Iterator[ConfigError]:
     match config:
         case RolloutServeConfig():
             yield from _check_model("rollout", config.rollout.model_name_or_path)
+            yield from check_server(config.rollout, config.rollout.engine, count=1)
         case RefServeConfig():
             yield from _check_model("ref", config.ref.model_name_or_path)
         case LearnerServeConfig():
