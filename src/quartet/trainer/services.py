@@ -20,7 +20,7 @@ from quartet.config import DpoConfig, PpoConfig, TrainerConfig
 from quartet.config.derive import engine_python, forward_token_budget, push_backend
 from quartet.config.files import to_yaml
 from quartet.config.machine import this_machine
-from quartet.config.placement import places
+from quartet.config.placement import Place, places
 from quartet.config.rpc import RpcConfig
 from quartet.config.services import Role, serve_config_for
 from quartet.errors import ConfigError, UnavailableError
@@ -44,18 +44,18 @@ AnyClient = TypeVar("AnyClient", bound=Client)
 
 def local_services(config: TrainerConfig) -> list[LocalService]:
     """The services that have no address and are started on this machine."""
-    machine = this_machine()
+    found = places(config, this_machine())
     return [
         LocalService(
             role=place.name,
             room="learner" if place.role == "critic" else place.role,
-            settings=to_yaml(serve_config_for(place.role, config)),
+            settings=to_yaml(serve_config_for(place.role, config, _index(place, found))),
             python=(engine_python(config) if place.role == "rollout" else None) or sys.executable,
-            env=_environment(place.gpus),
+            env=_environment(place.gpus) | _secrets(place.role, config),
             max_restarts=config.launch.max_restarts if place.role in RESTARTED else 0,
             remedy=way_on(config),
         )
-        for place in places(config, machine)
+        for place in found
         if not place.address
     ]
 
@@ -305,6 +305,18 @@ def _backend(config: PpoConfig) -> PushBackend | None:
 def _rpc(config: TrainerConfig) -> RpcConfig:
     """How services are called."""
     return RpcConfig(insecure=config.rpc.insecure)
+
+
+def _index(place: Place, found: Sequence[Place]) -> int:
+    """Which of its role's replicas a place is."""
+    return [other for other in found if other.role == place.role].index(place)
+
+
+def _secrets(role: Role, config: TrainerConfig) -> dict[str, str]:
+    """What a service must know and no file may hold, as variables of its environment."""
+    if role == "rollout" and isinstance(config, PpoConfig) and config.rollout.server_key:
+        return {"QUARTET_ROLLOUT__SERVER_KEY": config.rollout.server_key}
+    return {}
 
 
 def _environment(gpus: Sequence[int]) -> dict[str, str]:

@@ -311,6 +311,24 @@ def test_the_rollout_service_alone_runs_in_another_python():
     assert command[0] == "other/bin/python"
 
 
+def test_each_engine_asks_its_own_server_with_a_key_that_no_file_holds():
+    config = ppo_config(
+        rollout={
+            "engine": "openai",
+            "server_url": "http://a:1,http://b:2",
+            "server_key": "the-key",
+        },
+        vllm={"num_engines": 2},
+    )
+    services = {s.role: s for s in local_services(config)}
+    assert "server_url: http://a:1" in services["rollout-0"].settings
+    assert "server_url: http://b:2" in services["rollout-1"].settings
+    assert not any("the-key" in s.settings for s in services.values())
+    keyed = {role for role, s in services.items() if "the-key" in s.env.values()}
+    assert keyed == {"rollout-0", "rollout-1"}
+    assert services["rollout-0"].env["QUARTET_ROLLOUT__SERVER_KEY"] == "the-key"
+
+
 def test_gae_starts_a_critic_with_a_value_head():
     config = ppo_config(algo={"advantage": {"estimator": "gae"}})
     services = {s.role: s for s in local_services(config)}
