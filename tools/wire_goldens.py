@@ -112,6 +112,18 @@ GOLDENS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
         codec.encode_rollout_info,
         codec.decode_rollout_info,
     ),
+    "rollout_info_of_workers": (
+        types.RolloutInfo(
+            info=_INFO,
+            engine="vllm",
+            state=types.ReplicaState.SERVING,
+            policy_version=3,
+            push_backends=(types.PushBackend.NCCL, types.PushBackend.FILE),
+            push_ranks=(4, 1),
+        ),
+        codec.encode_rollout_info,
+        codec.decode_rollout_info,
+    ),
     "prepare_weights_request": (
         types.PrepareWeightsRequest(
             request_id="q1",
@@ -122,6 +134,31 @@ GOLDENS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
             rendezvous=types.Rendezvous(store_address="h:1", group_name="push-2"),
             rank=1,
             world_size=3,
+            group_timeout=12.5,
+        ),
+        codec.encode_prepare_weights_request,
+        codec.decode_prepare_weights_request,
+    ),
+    "prepare_weights_request_by_ipc": (
+        types.PrepareWeightsRequest(
+            request_id="q1",
+            epoch=2,
+            policy_version=4,
+            manifest=_MANIFEST,
+            backend=types.PushBackend.IPC,
+            rendezvous=types.Rendezvous(
+                ipc=types.IpcSegment(
+                    machine="boot",
+                    size_bytes=1056,
+                    process_id=7,
+                    descriptor=9,
+                    inode=2**40,
+                    gpu_uuid="gpu",
+                    cuda_handle=bytes(range(64)),
+                )
+            ),
+            rank=1,
+            world_size=2,
             group_timeout=12.5,
         ),
         codec.encode_prepare_weights_request,

@@ -143,6 +143,7 @@ class RolloutRoom:
             push_backends=spec.push_backends if spec else (),
             manifest=spec.manifest if spec and include_manifest else None,
             completions_in_flight=self._engine.num_in_flight if self._engine else 0,
+            push_ranks=spec.push_ranks if spec else (),
         )
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

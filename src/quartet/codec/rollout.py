@@ -75,6 +75,7 @@ def encode_rollout_info(info: RolloutInfo) -> pb.GetInfoResponse:
         push_backends=[encode_push_backend(backend) for backend in info.push_backends],
         manifest=None if info.manifest is None else encode_weight_manifest(info.manifest),
         completions_in_flight=info.completions_in_flight,
+        push_ranks=info.push_ranks,
     )
 
 
@@ -82,6 +83,8 @@ def decode_rollout_info(message: pb.GetInfoResponse) -> RolloutInfo:
     """Decode the answer of GetInfo."""
     at_least(0, message.policy_version, "policy_version")
     at_least(0, message.completions_in_flight, "completions_in_flight")
+    for ranks in message.push_ranks:
+        at_least(1, ranks, "push_ranks")
     manifest = decode_weight_manifest(message.manifest) if message.HasField("manifest") else None
     return RolloutInfo(
         info=decode_server_info(message.info),
@@ -92,6 +95,7 @@ def decode_rollout_info(message: pb.GetInfoResponse) -> RolloutInfo:
         push_backends=tuple(decode_push_backend(n, "push_backends") for n in message.push_backends),
         manifest=manifest,
         completions_in_flight=message.completions_in_flight,
+        push_ranks=tuple(message.push_ranks),
     )
 
 

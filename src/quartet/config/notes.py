@@ -185,7 +185,13 @@ def _ppo_engine(config: PpoConfig, machine: Machine, given: set[str]) -> Iterato
     engine = wanted_engine(config, machine)
     if engine == "vllm":
         return
-    of_vllm = {"enable_prefix_caching", "enforce_eager", "extra", "gpu_memory_utilization"}
+    of_vllm = {
+        "enable_prefix_caching",
+        "enforce_eager",
+        "extra",
+        "gloo_into",
+        "gpu_memory_utilization",
+    }
     set_here = sorted(name for name in given if name.removeprefix("vllm.") in of_vllm)
     if set_here:
         yield f"{', '.join(set_here)}: no effect on the engine {engine}."

@@ -9,7 +9,16 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from quartet.types import ReceiveEvent, ReplicaState, TensorSpec, WeightManifest
+from quartet import __version__
+from quartet.types import (
+    PushBackend,
+    ReceiveEvent,
+    ReplicaState,
+    RolloutInfo,
+    ServerInfo,
+    TensorSpec,
+    WeightManifest,
+)
 from quartet.types.requests import (
     AbortWeightsRequest,
     AbortWeightsResult,
@@ -77,6 +86,7 @@ class LocalReplica:
     Attributes:
         weights: what it serves, by name.
         version: policy version of those.
+        num_ranks: ranks that it takes, as it says.
         calls: phases entered, in order.
         before: awaited when a phase ("prepare", "receive", "commit", "abort") is entered.
         on_event: sees, changes or fails each event of a receive.
@@ -88,10 +98,24 @@ class LocalReplica:
         self.address = address
         self.weights = {n: torch.zeros(s) for n, s in SHAPES.items()}
         self.version = 0
+        self.num_ranks = 1
         self.inbox = WeightInbox(wanted=make_manifest, replica=address)
         self.calls: list[str] = []
         self.before: dict[str, Callable[[], Awaitable[object]]] = {}
         self.on_event: Callable[[ReceiveEvent], ReceiveEvent] = lambda event: event
+
+    async def get_info(self, *, timeout: float | None = None) -> RolloutInfo:
+        """What it is."""
+        return RolloutInfo(
+            info=ServerInfo(
+                service="rollout", server_version=__version__, replica=f"replica {self.address}"
+            ),
+            engine="local",
+            state=ReplicaState.SERVING,
+            policy_version=self.version,
+            push_backends=(PushBackend.GLOO,),
+            push_ranks=(self.num_ranks,),
+        )
 
     async def prepare_weights(
         self, request: PrepareWeightsRequest, *, timeout: float | None = None

@@ -42,6 +42,13 @@ class RolloutInfo:
     push_backends: tuple[PushBackend, ...] = ()
     manifest: WeightManifest | None = None
     completions_in_flight: int = 0
+    push_ranks: tuple[int, ...] = ()
+    """Ranks that it takes in a group of each of `push_backends`; empty is one in each."""
+
+    def ranks_in(self, backend: PushBackend) -> int:
+        """Ranks that it takes in a push's group of that backend."""
+        ranks = dict(zip(self.push_backends, self.push_ranks, strict=False))
+        return ranks.get(backend, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ async def assemble_group(
     Returns:
         The way to the members that have not failed, and the epoch that stands.
     """
+    await asyncio.gather(*(_ask_ranks(m, plan) for m in members if not m.failed))
     remaining = [m for m in members if not m.failed]
     while remaining:
         lane = await _Attempt(remaining, plan, epoch).run()
@@ -97,6 +99,16 @@ async def assemble_group(
     return SendLane(plan.buckets, None, timeout=plan.group_timeout), epoch
 
 
+async def _ask_ranks(member: Member, plan: PushPlan) -> None:
+    """Learn how many ranks a replica takes: an engine's workers may each be a member."""
+    try:
+        info = await member.target.get_info(timeout=plan.group_timeout)
+    except Exception as error:
+        member.fail("prepare", error)
+    else:
+        member.num_ranks = info.ranks_in(plan.backend)
+
+
 class _Attempt:
     """One try to form one group."""
 
@@ -105,6 +117,9 @@ class _Attempt:
         self._plan = plan
         self._epoch = epoch
         self._group_name = f"push-{epoch}-{uuid.uuid4().hex}"
+        ends = list(itertools.accumulate((m.num_ranks for m in members), initial=1))
+        self._first_ranks = dict(zip(members, ends, strict=False))
+        self._world_size = ends[-1]
 
     async def run(self) -> SendLane | None:
         """All members READY: the way to them. Else the guilty have failed, the rest is aborted."""
@@ -138,7 +153,7 @@ class _Attempt:
                 store=store.store,
                 group_name=self._group_name,
                 rank=0,
-                world_size=len(self._members) + 1,
+                world_size=self._world_size,
                 host=host,
                 timeout=plan.group_timeout,
                 device=plan.device,
@@ -147,7 +162,7 @@ class _Attempt:
         worker.close()
         calls = {
             m: asyncio.create_task(self._prepare(m, rank, store.address(host)))
-            for rank, m in enumerate(self._members, start=1)
+            for m, rank in self._first_ranks.items()
         }
         try:
             _, pending = await asyncio.wait(
@@ -175,7 +190,7 @@ class _Attempt:
             request_id=f"{self._group_name}-{rank}",
             rendezvous=rendezvous,
             rank=rank,
-            world_size=len(self._members) + 1,
+            world_size=self._world_size,
         )
         await member.prepare(request, timeout=plan.group_timeout + _GRACE)
 
@@ -187,8 +202,11 @@ class _Attempt:
             # A connection of its own: the sender's is held by its own wait for the others.
             own = connect_store(store.address(host), timeout=_GRACE)
             keys = PrefixStore(self._group_name, own)
-            ranked = enumerate(self._members, start=1)
-            return {m for rank, m in ranked if keys.check([arrival_key(rank)])}
+            return {
+                m
+                for m, first in self._first_ranks.items()
+                if keys.check([arrival_key(rank) for rank in range(first, first + m.num_ranks)])
+            }
 
         look_up = Worker("quartet-arrivals")
         found = asyncio.wrap_future(look_up.submit(look))

@@ -268,7 +268,7 @@ def check_space(needed: int, device: str) -> None:
 
     The old weights keep serving until the commit, so both are there for a moment.
     """
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if free is not None and needed > free:
         raise InfraError(
             f"no room for {needed / 2**30:.2f} GiB of new weights beside the old: "
@@ -278,7 +278,8 @@ def check_space(needed: int, device: str) -> None:
         )
 
 
-def _free_bytes(device: str) -> int | None:
+def free_bytes(device: str) -> int | None:
+    """Bytes free on a device, the host's included; None where the system does not say."""
     if device != "cpu":
         import torch
 

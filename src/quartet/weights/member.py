@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from quartet.errors import InfraError
-from quartet.types import ReceiveEvent, ReplicaPushResult
+from quartet.types import ReceiveEvent, ReplicaPushResult, RolloutInfo
 from quartet.types.requests import (
     AbortWeightsRequest,
     AbortWeightsResult,
@@ -29,6 +29,10 @@ class PushTarget(Protocol):
     @property
     def address(self) -> str:
         """Where the replica listens."""
+        ...
+
+    async def get_info(self, *, timeout: float | None = None) -> RolloutInfo:
+        """What it is, and how many ranks it takes in a group."""
         ...
 
     async def prepare_weights(
@@ -64,6 +68,7 @@ class Member:
         self.replica = ""
         self.failed_phase = ""
         self.error = ""
+        self.num_ranks = 1
         self.committed = False
         self.buckets_taken = 0
         self._watch: asyncio.Task[None] | None = None

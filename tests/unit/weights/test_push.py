@@ -380,7 +380,7 @@ async def test_phases_out_of_order_are_refused(replica):
 
 
 async def test_space_is_checked_before_anything_is_sent(monkeypatch):
-    monkeypatch.setattr(landing, "_free_bytes", lambda device: 10)
+    monkeypatch.setattr(landing, "free_bytes", lambda device: 10)
     with pytest.raises(InfraError, match="no room") as caught:
         landing.check_space(11, "cpu")
     assert caught.value.info.reason == "WEIGHTS_NO_SPACE"

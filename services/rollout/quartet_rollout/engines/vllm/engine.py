@@ -22,10 +22,11 @@ from quartet.types import (
     PromptGroup,
     PushBackend,
 )
-from quartet.weights.landing import OwnLanding, own_landing
+from quartet.weights.landing import OwnLanding
 from quartet_rollout.engine import EngineSpec, Generated
 from quartet_rollout.engines.vllm import environment, library
 from quartet_rollout.engines.vllm.arguments import DTYPES, engine_arguments
+from quartet_rollout.engines.vllm.crew import Crew, assemble
 from quartet_rollout.engines.vllm.facts import ModelFacts, read_facts
 from quartet_rollout.engines.vllm.gate import Gate
 from quartet_rollout.engines.vllm.handover import SharedStaging
@@ -48,21 +49,37 @@ async def open_engine(config: RolloutServeConfig) -> AsyncIterator[VllmEngine]:
     environment.prepare(has_gpu=has_gpu)
     facts, arguments = await asyncio.to_thread(_prepare, config, has_gpu)
     vllm = await asyncio.to_thread(Vllm.start, arguments)
+    crew = None
     try:
         await vllm.name_version(0)
-        yield VllmEngine(vllm, facts, _spec(facts, arguments), config.train.seed)
+        into_workers = _into_workers(config, has_gpu=has_gpu)
+        spec = _spec(facts, arguments, into_workers)
+        if into_workers:
+            size = _num_workers(arguments)
+            crew = await assemble(size, vllm.connect, backends=into_workers)
+        yield VllmEngine(vllm, facts, spec, config.train.seed, crew)
     finally:
+        if crew is not None:
+            crew.close()
         await asyncio.to_thread(vllm.stop)
 
 
 class VllmEngine:
     """One vLLM engine: this process's end of it. Made by `open_engine`."""
 
-    def __init__(self, vllm: Vllm, facts: ModelFacts, spec: EngineSpec, seed: int) -> None:
+    def __init__(
+        self,
+        vllm: Vllm,
+        facts: ModelFacts,
+        spec: EngineSpec,
+        seed: int,
+        crew: Crew | None = None,
+    ) -> None:
         self._vllm = vllm
         self._facts = facts
         self._spec = spec
         self._seeds = random.Random(seed)
+        self._crew = crew
         self._gate = Gate()
         self._in_flight = 0
         self._is_held = False
@@ -109,10 +126,10 @@ class VllmEngine:
         )
 
     def landing(self, request: PrepareWeightsRequest) -> Landing:
-        """Memory that vLLM's workers map; see `TakesPushes`."""
-        if request.backend is PushBackend.NCCL:
-            return own_landing(request, self._spec.device)
-        return OwnLanding(request, self._spec.device, SharedStaging())
+        """The workers, or memory that they map; see `TakesPushes`."""
+        if self._crew is not None and request.backend in self._crew.backends:
+            return self._crew.landing(request)
+        return OwnLanding(request, "cpu", SharedStaging())
 
     async def load_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
@@ -293,7 +310,20 @@ def _prepare(config: RolloutServeConfig, has_gpu: bool) -> tuple[ModelFacts, dic
     return facts, engine_arguments(config, facts, has_gpu=has_gpu, known=known)
 
 
-def _spec(facts: ModelFacts, arguments: dict[str, Any]) -> EngineSpec:
+def _into_workers(config: RolloutServeConfig, *, has_gpu: bool) -> frozenset[PushBackend]:
+    """Push backends whose groups have the workers as members, and not this process."""
+    gloo = {PushBackend.GLOO} if config.vllm.gloo_into == "workers" else set[PushBackend]()
+    return frozenset({PushBackend.NCCL} | gloo if has_gpu else gloo)
+
+
+def _num_workers(arguments: dict[str, Any]) -> int:
+    """Each has a part of the model: of its layers, or of their width."""
+    return arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+
+
+def _spec(
+    facts: ModelFacts, arguments: dict[str, Any], into_workers: Collection[PushBackend] = ()
+) -> EngineSpec:
     has_gpu = "enable_sleep_mode" in arguments
     mode = arguments["logprobs_mode"]
     kinds = tuple(kind for kind in LogprobKind if mode == f"{kind}_logprobs")
@@ -305,6 +335,8 @@ def _spec(facts: ModelFacts, arguments: dict[str, Any]) -> EngineSpec:
             remedy="use processed_logprobs or raw_logprobs",
         )
     backends = (PushBackend.GLOO, PushBackend.FILE)
+    if has_gpu:
+        backends = (PushBackend.NCCL, *backends)
     can_sleep = arguments.get("enable_sleep_mode", True)
     return EngineSpec(
         name="vllm",
@@ -312,8 +344,8 @@ def _spec(facts: ModelFacts, arguments: dict[str, Any]) -> EngineSpec:
         max_num_sequences=arguments["max_num_seqs"],
         manifest=facts.manifest,
         logprob_kinds=kinds,
-        # This process is the member of the group; its workers get the weights at the commit.
-        push_backends=(PushBackend.NCCL, *backends) if has_gpu else backends,
+        push_backends=backends,
+        push_ranks=tuple(_num_workers(arguments) if b in into_workers else 1 for b in backends),
         capabilities=(*(("sleep",) if can_sleep else ()), "isolated", "continuous-batching"),
         device="cuda:0" if has_gpu else "cpu",
         digest=facts.digest,

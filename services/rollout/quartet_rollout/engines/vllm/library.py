@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from quartet.errors import ConfigError, InfraError
 from quartet.types import VersionSpan
+from quartet_rollout.engines.vllm.crew import InWorkers
 from quartet_rollout.engines.vllm.handover import InSharedMemory, written
 from quartet_rollout.engines.vllm.sample import Answer
 
@@ -64,10 +65,14 @@ class Vllm:
             ConfigError: vLLM refuses its arguments.
         """
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        # vLLM picks its defaults (tokens of a step) by who calls: this one stands for throughput.
+        caller = UsageContext.LLM_CLASS
         try:
-            return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
+            made = AsyncEngineArgs(**arguments)
+            return cls(AsyncLLM.from_engine_args(made, usage_context=caller))
         except (ValueError, TypeError) as error:
             lines = str(error).strip().splitlines()
             raise ConfigError(
@@ -126,7 +131,10 @@ class Vllm:
 
     async def load(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Put tensors in place of all weights, while held, and drop every cache of the old ones."""
-        if isinstance(tensors, InSharedMemory):
+        if isinstance(tensors, InWorkers):
+            call = self._llm.collective_rpc("quartet_load_received", args=(tensors.epoch,))
+            await _told(call)
+        elif isinstance(tensors, InSharedMemory):
             await self._load_from(tensors)
         else:
             with written(tensors) as there:
@@ -135,6 +143,10 @@ class Vllm:
         if not await _told(self._llm.reset_prefix_cache(reset_running_requests=True)):
             raise InfraError("vLLM did not drop its caches", reason="CACHE_NOT_DROPPED")
         await self.name_version(policy_version)
+
+    async def connect(self, path: str) -> None:
+        """Have all workers connect to a socket, to be members of pushes."""
+        await _told(self._llm.collective_rpc("quartet_connect", args=(path,)))
 
     async def _load_from(self, there: InSharedMemory) -> None:
         call = self._llm.collective_rpc("quartet_load", args=(there.path, there.entries))
@@ -168,11 +180,12 @@ class Vllm:
     async def _ask(
         self, prompt: list[int], parameters: dict[str, Any], on_output: Callable[[float], None]
     ) -> Answer:
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import SamplingParams
 
+        # A prompt that is not yet vLLM's own input would go through a thread of it first.
         outputs = self._llm.generate(
-            TokensPrompt(prompt_token_ids=prompt), SamplingParams(**parameters), uuid.uuid4().hex
+            tokens_input(prompt), SamplingParams(**parameters), uuid.uuid4().hex
         )
         last: Any = None
         async for last in outputs:  # noqa: B007 - the last one has everything

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quartet_rollout.engines.vllm.handover import Entry, mapped
+from quartet_rollout.engines.vllm.receiver import WorkerReceiver
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +30,32 @@ class WeightSwap:
         Returns:
             How many tensors were taken.
         """
-        worker: Any = self
-        worker.reload_weights(weights_iterator=mapped(path, entries))
-        _refresh_tied_heads(worker.model_runner.get_model())
+        _reload(self, mapped(path, entries))
         return len(entries)
+
+    def quartet_connect(self, path: str) -> int:
+        """Be a member of pushes from here on, on orders from the socket at `path`.
+
+        Returns:
+            Rank of this worker in its engine.
+        """
+        worker: Any = self
+        worker.quartet_receiver = WorkerReceiver(path, rank=worker.rank, device=str(worker.device))
+        return worker.rank
+
+    def quartet_load_received(self, epoch: int) -> None:
+        """Put what this worker has received in place of all weights, as `quartet_load` does."""
+        worker: Any = self
+        _reload(self, worker.quartet_receiver.tensors(epoch))
+
+
+def _reload(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    import torch
+
+    worker.reload_weights(weights_iterator=tensors)
+    _refresh_tied_heads(worker.model_runner.get_model())
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize(worker.device)  # the tensors are let go of after this
 
 
 def _refresh_tied_heads(model: torch.nn.Module) -> None:

@@ -145,7 +145,7 @@ Global___GetInfoRequest: _TypeAlias = GetInfoRequest  # noqa: Y015
 @_typing.final
 class GetInfoResponse(_message.Message):
     """Answer of GetInfo.
-    Next ID: 9.
+    Next ID: 10.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -158,6 +158,7 @@ class GetInfoResponse(_message.Message):
     PUSH_BACKENDS_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
     COMPLETIONS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    PUSH_RANKS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine: "transformers", "vllm", ..."""
     state: Global___ReplicaState.ValueType
@@ -182,6 +183,12 @@ class GetInfoResponse(_message.Message):
     def manifest(self) -> _weights_pb2.WeightManifest:
         """The tensors it wants, when asked for."""
 
+    @_builtins.property
+    def push_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many consecutive ranks this replica takes in the group of a push, one number for each entry
+        of push_backends. Empty: one rank with every backend.
+        """
+
     def __init__(
         self,
         *,
@@ -193,10 +200,11 @@ class GetInfoResponse(_message.Message):
         push_backends: _abc.Iterable[_weights_pb2.PushBackend.ValueType] | None = ...,
         manifest: _weights_pb2.WeightManifest | None = ...,
         completions_in_flight: _builtins.int = ...,
+        push_ranks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions_in_flight", b"completions_in_flight", "engine", b"engine", "info", b"info", "logprob_kinds", b"logprob_kinds", "manifest", b"manifest", "policy_version", b"policy_version", "push_backends", b"push_backends", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions_in_flight", b"completions_in_flight", "engine", b"engine", "info", b"info", "logprob_kinds", b"logprob_kinds", "manifest", b"manifest", "policy_version", b"policy_version", "push_backends", b"push_backends", "push_ranks", b"push_ranks", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
