@@ -34,6 +34,7 @@ from quartet.types.requests import (
     StartRunRequest,
     StartRunResult,
 )
+from quartet.weights import PushClock
 from quartet_learner import checkpoint, checks, samples, sleep
 from quartet_learner.batching import Limits, plan_micro_batches
 from quartet_learner.commands import COMMANDS, encode_arguments
@@ -118,11 +119,13 @@ class Conductor:
         self.engine.started()
         return self._on_all_ranks("export_model", request)
 
-    def buckets(self, manifest: WeightManifest) -> Iterator[tuple[int, Any]]:
+    def buckets(
+        self, manifest: WeightManifest, clock: PushClock | None = None
+    ) -> Iterator[tuple[int, Any]]:
         """Yield the flat buffers of a push; to be iterated to the end, whatever happens."""
         self.engine.started()
         self._channel.send("gather", lambda: encode_arguments("gather", (manifest,)))
-        yield from self.engine.buckets(manifest)
+        yield from self.engine.buckets(manifest, clock)
 
     def sleep(self) -> None:
         """Free the device."""

@@ -40,6 +40,7 @@ from quartet.types.requests import (
     SavedFolder,
     StartRunResult,
 )
+from quartet.weights import PushClock
 from quartet_learner import checkpoint, deepcompile, sleep, tensor_parallel, weights
 from quartet_learner.batching import Limits, plan_micro_batches
 from quartet_learner.checks import comes_in_pairs
@@ -292,10 +293,12 @@ class LearnerEngine:
             averaged=None if average is None else average.values,
         )
 
-    def buckets(self, manifest: WeightManifest) -> Iterator[tuple[int, torch.Tensor]]:
+    def buckets(
+        self, manifest: WeightManifest, clock: PushClock | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the flat buffers of a push; every rank iterates to the end."""
         self.started()
-        return weights.buckets(self.model, manifest)
+        return weights.buckets(self.model, manifest, clock)
 
     def sleep(self) -> None:
         """Move weights and states off the device; a learner that sleeps sleeps on."""

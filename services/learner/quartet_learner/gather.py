@@ -36,6 +36,11 @@ def whole(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         yield
 
 
+def is_cut(parameter: nn.Parameter) -> bool:
+    """True for a parameter whose whole value is there only inside `whole`."""
+    return hasattr(parameter, "ds_id") or tensor_parallel.is_cut(parameter)
+
+
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that an optimizer changes, by name; one name for those that are tied."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

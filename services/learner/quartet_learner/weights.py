@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,10 @@ from torch import Tensor
 from quartet.errors import FatalError
 from quartet.types import WeightManifest
 from quartet.types.requests import SavedFolder
-from quartet.weights import pack_bucket, plan_buckets
+from quartet.weights import Bucket, PushClock, flat_tensor, pack_bucket, plan_buckets
 from quartet_learner import files
 from quartet_learner.adapter import ADAPTER_FOLDER, adapter_state, write_adapter
-from quartet_learner.gather import visit_items, whole
+from quartet_learner.gather import is_cut, visit_items, whole
 from quartet_learner.group import RankGroup
 from quartet_learner.model import TrainedModel
 from quartet_learner.quantize import written_unquantised
@@ -38,34 +39,84 @@ TOKENIZER_FILES = (
 )
 
 
-def buckets(model: TrainedModel, manifest: WeightManifest) -> Iterator[tuple[int, Tensor]]:
+def buckets(
+    model: TrainedModel, manifest: WeightManifest, clock: PushClock | None = None
+) -> Iterator[tuple[int, Tensor]]:
     """Yield (bucket index, flat buffer) for every bucket of `manifest`, in order. Collective.
 
     The tensors are those of the model without adapters, merged where it has some (see served.py).
     Under ZeRO-3 each bucket's parameters are gathered by all ranks first, so all ranks iterate to
-    the end. A buffer is good until the next one is asked for.
+    the end. A buffer is good until the next but one is asked for: the next is filled while it is
+    sent.
+
+    Args:
+        model: what is trained.
+        manifest: which tensors, cut into which buckets.
+        clock: learns how long gathers and packing take.
 
     Raises:
         FatalError: after the last bucket, when a weight is not finite: nobody may serve them.
     """
+    clock = clock or PushClock()
     served = {tensor.name: tensor for tensor in served_tensors(model.hf)}
-    buffers: dict[torch.dtype, Tensor] = {}
-    damaged = ""
+    buffers = _Buffers()
+    finite = _FiniteCheck()
     for bucket in plan_buckets(manifest):
         wanted = [served[slot.name] for slot in bucket.tensors]
-        with whole(p for tensor in wanted for p in tensor.parameters), torch.no_grad():
-            values = {tensor.name: tensor.value() for tensor in wanted}
-            dtype = values[wanted[0].name].dtype
-            buffer = buffers.get(dtype)
-            fits = buffer is not None and len(buffer) >= bucket.numel
-            flat = pack_bucket(bucket, values, out=buffer if fits else None)
-        if not fits:
-            buffers[dtype] = flat
-        if not damaged and not torch.isfinite(flat).all():
-            damaged = bucket.tensors[0].name
+        with contextlib.ExitStack() as gathered, torch.no_grad():
+            with clock.measure("gather"):
+                gathered.enter_context(whole(p for tensor in wanted for p in tensor.parameters))
+            with clock.measure("pack"):
+                values = {tensor.name: tensor.value() for tensor in wanted}
+                if len(wanted) == 1 and not any(map(is_cut, wanted[0].parameters)):
+                    flat = flat_tensor(bucket, values[wanted[0].name])
+                else:
+                    flat = buffers.fill(bucket, values)
+                finite.look_at(bucket, flat)
+            with clock.measure("gather"):
+                gathered.close()
         yield bucket.index, flat
-    if damaged:
-        raise _not_finite(f"in the bucket that begins with {damaged}")
+    finite.end()
+
+
+class _Buffers:
+    """Two send buffers a dtype, filled in turn."""
+
+    def __init__(self) -> None:
+        self._next: dict[torch.dtype, list[Tensor | None]] = {}
+
+    def fill(self, bucket: Bucket, values: Mapping[str, Tensor]) -> Tensor:
+        """Pack a bucket into the buffer whose turn it is, or into a larger one in its place."""
+        dtype = values[bucket.tensors[0].name].dtype
+        pair = self._next.setdefault(dtype, [None, None])
+        buffer = pair.pop(0)
+        fits = buffer is not None and len(buffer) >= bucket.numel
+        flat = pack_bucket(bucket, values, out=buffer if fits else None)
+        pair.append(buffer if fits else flat)
+        return flat
+
+
+class _FiniteCheck:
+    """Finds weights that are not finite, without waiting for a GPU before all are there."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._extremes: list[Tensor] = []
+
+    def look_at(self, bucket: Bucket, flat: Tensor) -> None:
+        """Note the least and the greatest: NaN where there is one. Ten times as fast as asking."""
+        if bucket.numel:
+            self._names.append(bucket.tensors[0].name)
+            self._extremes.append(torch.stack(torch.aminmax(flat)).double())
+
+    def end(self) -> None:
+        """Raise FatalError for the first bucket with a weight that is not finite."""
+        if not self._names:
+            return
+        good = torch.isfinite(torch.stack(self._extremes)).all(dim=1).tolist()
+        if not all(good):
+            first = self._names[good.index(False)]
+            raise _not_finite(f"in the bucket that begins with {first}")
 
 
 def export(

@@ -18,8 +18,8 @@
 without torch may read manifests.
 """
 
-from quartet.weights.landing import Landing
 from quartet.weights.clock import PushClock
+from quartet.weights.landing import Landing
 from quartet.weights.manifest import (
     Bucket,
     TensorSlot,
@@ -40,8 +40,8 @@ from quartet.weights.tensors import (
 
 __all__ = [
     "Bucket",
-    "PushClock",
     "Landing",
+    "PushClock",
     "PushTarget",
     "TensorSlot",
     "WeightInbox",

@@ -72,6 +72,7 @@ class Member:
         self.committed = False
         self.buckets_taken = 0
         self._watch: asyncio.Task[None] | None = None
+        self._aborts: list[asyncio.Task[None]] = []
         self._ready: asyncio.Future[None] | None = None
 
     @property
@@ -146,6 +147,14 @@ class Member:
         else:
             self.committed = True
 
+    def begin_abort(self, request: AbortWeightsRequest, *, timeout: float) -> None:
+        """The same as `abort`, and go on with another epoch meanwhile."""
+        self._aborts.append(asyncio.create_task(self.abort(request, timeout=timeout)))
+
+    async def end_aborts(self) -> None:
+        """Wait for all that was begun."""
+        await asyncio.gather(*self._aborts)
+
     async def abort(self, request: AbortWeightsRequest, *, timeout: float) -> None:
         """Tell it that nothing comes. One that does not hear it finds out by its own timeout."""
         try:
@@ -169,7 +178,7 @@ class Member:
         finished = False
         try:
             async for event in self.target.receive_weights(request, timeout=timeout):
-                finished = self._take(event, lane)
+                finished = await self._take(event, lane)
             if not finished:
                 raise InfraError("the stream of events ended before DONE")
         except Exception as error:
@@ -179,7 +188,7 @@ class Member:
         finally:
             self._settle_ready()
 
-    def _take(self, event: ReceiveEvent, lane: SendLane) -> bool:
+    async def _take(self, event: ReceiveEvent, lane: SendLane) -> bool:
         """Note one event; True when it was the last."""
         if event.event == "ready":
             assert self._ready is not None, "begin_receive made it"
@@ -187,7 +196,9 @@ class Member:
                 self._ready.set_result(None)
         elif event.event == "bucket":
             self.buckets_taken += 1
-            if event.digest != lane.digests[event.bucket_index]:
+            digest = asyncio.wrap_future(lane.digest_of(event.bucket_index))
+            # Shielded: whoever stops to follow this replica must not stop the digest for others.
+            if event.digest != await asyncio.shield(digest):
                 self.fail("receive", f"the digest of bucket {event.bucket_index} differs")
         elif event.event == "failed":
             self.fail("receive", event.error)

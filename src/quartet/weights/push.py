@@ -118,6 +118,7 @@ class _Push:
         except BaseException:
             for member in self._members:
                 await member.stop_watching()
+                await member.end_aborts()
             raise
         prepared = time.monotonic()
         try:
@@ -221,12 +222,13 @@ class _Push:
         self, lane: SendLane, epoch: int, begun: float, prepared: float
     ) -> PushResult:
         received = time.monotonic()
-        digest = lane.hexdigest()
+        digest = "" if lane.broken else lane.hexdigest()
         request = CommitWeightsRequest(
             epoch=epoch, policy_version=self._plan.policy_version, digest=digest
         )
         living = self._living()
         await asyncio.gather(*(m.commit(request, timeout=self._commit_timeout) for m in living))
+        await asyncio.gather(*(m.end_aborts() for m in self._members))
         lost = [m for m in self._members if m.failed and m.failed_phase != "prepare"]
         await abort_all(lost, epoch, lane.error or "the replica left the push")
         result = PushResult(
@@ -243,12 +245,12 @@ class _Push:
                 member.failed_phase,
                 member.error,
             )
-        if lane.broken or not lane.digests:
+        if lane.broken or not lane.num_sent:
             return result
         return replace(
             result,
             total_bytes=total_bytes(self._plan.manifest),
-            num_buckets=len(lane.digests),
+            num_buckets=lane.num_sent,
             digest=digest,
         )
 

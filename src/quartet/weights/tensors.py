@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quartet.errors import RequestError
 from quartet.types import TensorSpec, WeightManifest
-from quartet.weights.manifest import Bucket
+from quartet.weights.manifest import Bucket, TensorSlot
 
 if TYPE_CHECKING:
     import torch
@@ -72,19 +72,34 @@ def pack_bucket(
     flat = empty_bucket(bucket, some.device) if out is None else out[: bucket.numel]
     for slot in bucket.tensors:
         tensor = tensors[slot.name].detach()
-        if tuple(tensor.shape) != slot.shape or dtype_name(tensor.dtype) != bucket.dtype:
-            raise RequestError(
-                f"{slot.name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, the manifest "
-                f"says {bucket.dtype} {list(slot.shape)}",
-                reason="WEIGHTS_MANIFEST_STALE",
-                field=f"manifest.tensors.{slot.name}",
-                remedy="make the manifest from the model that is pushed",
-            )
+        _check_fits(bucket, slot, tensor)
         flat[slot.offset : slot.offset + slot.numel].copy_(tensor.reshape(-1))
     return flat
+
+
+def flat_tensor(bucket: Bucket, tensor: torch.Tensor) -> torch.Tensor:
+    """The only tensor of a bucket as its flat buffer, [numel]: the same memory, if contiguous.
+
+    Raises:
+        RequestError: The tensor has another shape or dtype than the plan.
+    """
+    (slot,) = bucket.tensors
+    _check_fits(bucket, slot, tensor)
+    return tensor.detach().reshape(-1)
 
 
 def unpack_bucket(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a bucket as views into its flat buffer."""
     for slot in bucket.tensors:
         yield slot.name, flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+
+def _check_fits(bucket: Bucket, slot: TensorSlot, tensor: torch.Tensor) -> None:
+    if tuple(tensor.shape) != slot.shape or dtype_name(tensor.dtype) != bucket.dtype:
+        raise RequestError(
+            f"{slot.name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, the manifest "
+            f"says {bucket.dtype} {list(slot.shape)}",
+            reason="WEIGHTS_MANIFEST_STALE",
+            field=f"manifest.tensors.{slot.name}",
+            remedy="make the manifest from the model that is pushed",
+        )
