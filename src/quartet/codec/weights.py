@@ -19,6 +19,7 @@ from quartet.types import (
     AbortWeightsResult,
     CommitWeightsRequest,
     CommitWeightsResult,
+    IpcSegment,
     PrepareWeightsRequest,
     PrepareWeightsResult,
     ReceiveEvent,
@@ -28,6 +29,9 @@ from quartet.types import (
     TensorSpec,
     WeightManifest,
 )
+
+CUDA_HANDLE_BYTES = 64
+"""Size of a cudaIpcMemHandle_t."""
 
 encode_push_backend = PUSH_BACKEND.encode
 decode_push_backend = PUSH_BACKEND.decode
@@ -94,6 +98,7 @@ def encode_rendezvous(rendezvous: Rendezvous) -> weights_pb2.Rendezvous:
         group_name=rendezvous.group_name,
         folder=rendezvous.folder,
         ipc_handles=dict(rendezvous.ipc_handles),
+        ipc=None if rendezvous.ipc is None else encode_ipc_segment(rendezvous.ipc),
     )
 
 
@@ -104,6 +109,40 @@ def decode_rendezvous(message: weights_pb2.Rendezvous) -> Rendezvous:
         group_name=message.group_name,
         folder=message.folder,
         ipc_handles=dict(sorted(message.ipc_handles.items())),
+        ipc=decode_ipc_segment(message.ipc) if message.HasField("ipc") else None,
+    )
+
+
+def encode_ipc_segment(segment: IpcSegment) -> weights_pb2.IpcSegment:
+    """Encode where the memory of a push is."""
+    return weights_pb2.IpcSegment(
+        machine=segment.machine,
+        size_bytes=segment.size_bytes,
+        process_id=segment.process_id,
+        descriptor=segment.descriptor,
+        inode=segment.inode,
+        gpu_uuid=segment.gpu_uuid,
+        cuda_handle=segment.cuda_handle,
+    )
+
+
+def decode_ipc_segment(message: weights_pb2.IpcSegment) -> IpcSegment:
+    """Decode where the memory of a push is."""
+    field = "rendezvous.ipc"
+    at_least(1, message.size_bytes, f"{field}.size_bytes")
+    at_least(0, message.process_id, f"{field}.process_id")
+    at_least(0, message.descriptor, f"{field}.descriptor")
+    if message.gpu_uuid and len(message.cuda_handle) != CUDA_HANDLE_BYTES:
+        size = len(message.cuda_handle)
+        raise invalid(f"{field}.cuda_handle", size, f"has {size} bytes, not {CUDA_HANDLE_BYTES}")
+    return IpcSegment(
+        machine=present(message.machine, f"{field}.machine"),
+        size_bytes=message.size_bytes,
+        process_id=message.process_id,
+        descriptor=message.descriptor,
+        inode=message.inode,
+        gpu_uuid=message.gpu_uuid,
+        cuda_handle=message.cuda_handle,
     )
 
 

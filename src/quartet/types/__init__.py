@@ -70,6 +70,7 @@ from quartet.types.rollout import (
 )
 from quartet.types.sequences import SequenceBatch
 from quartet.types.weights import (
+    IpcSegment,
     PushBackend,
     PushResult,
     ReceiveEvent,
@@ -97,6 +98,7 @@ __all__ = [
     "GenerateResult",
     "GroupCompletions",
     "Head",
+    "IpcSegment",
     "KlLoss",
     "LearnerInfo",
     "LoadCheckpointRequest",

@@ -38,6 +38,25 @@ class WeightManifest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IpcSegment:
+    """Where a replica finds the memory of a push by ipc; see `quartet.weights.ipc`."""
+
+    machine: str
+    """Names the boot of the sender's machine."""
+    size_bytes: int
+    process_id: int = 0
+    """Main memory: process of the sender."""
+    descriptor: int = 0
+    """Main memory: of a file in memory in that process."""
+    inode: int = 0
+    """Main memory: of that file."""
+    gpu_uuid: str = ""
+    """GPU whose memory it is; empty for main memory."""
+    cuda_handle: bytes = b""
+    """GPU: what cudaIpcGetMemHandle gave."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
     """Where the members of a broadcast group meet; which fields count depends on the backend."""
 
@@ -48,7 +67,9 @@ class Rendezvous:
     folder: str = ""
     """file: folder that holds the safetensors files."""
     ipc_handles: Mapping[str, bytes] = field(default_factory=dict)
-    """ipc: handles by GPU uuid."""
+    """Left empty: `ipc` has taken its place."""
+    ipc: IpcSegment | None = None
+    """ipc: the memory that holds the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

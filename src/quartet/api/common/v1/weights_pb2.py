@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quartet.api.common.v1 import tensor_pb2 as quartet_dot_api_dot_common_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#quartet/api/common/v1/weights.proto\x12\x15quartet.api.common.v1\x1a\"quartet/api/common/v1/tensor.proto\"]\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\tdata_type\x18\x02 \x01(\x0e\x32\x1f.quartet.api.common.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\"k\n\x0eWeightManifest\x12\x32\n\x07tensors\x18\x01 \x03(\x0b\x32!.quartet.api.common.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07\x61liases\x18\x03 \x03(\t\"\xc2\x01\n\nRendezvous\x12\x15\n\rstore_address\x18\x01 \x01(\t\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12\x0e\n\x06\x66older\x18\x03 \x01(\t\x12\x46\n\x0bipc_handles\x18\x04 \x03(\x0b\x32\x31.quartet.api.common.v1.Rendezvous.IpcHandlesEntry\x1a\x31\n\x0fIpcHandlesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"m\n\x11ReplicaPushResult\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x11\n\tcommitted\x18\x03 \x01(\x08\x12\x14\n\x0c\x66\x61iled_phase\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t*\x86\x01\n\x0bPushBackend\x12\x1c\n\x18PUSH_BACKEND_UNSPECIFIED\x10\x00\x12\x15\n\x11PUSH_BACKEND_GLOO\x10\x01\x12\x15\n\x11PUSH_BACKEND_NCCL\x10\x02\x12\x14\n\x10PUSH_BACKEND_IPC\x10\x03\x12\x15\n\x11PUSH_BACKEND_FILE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#quartet/api/common/v1/weights.proto\x12\x15quartet.api.common.v1\x1a\"quartet/api/common/v1/tensor.proto\"]\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\tdata_type\x18\x02 \x01(\x0e\x32\x1f.quartet.api.common.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\"k\n\x0eWeightManifest\x12\x32\n\x07tensors\x18\x01 \x03(\x0b\x32!.quartet.api.common.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x03\x12\x0f\n\x07\x61liases\x18\x03 \x03(\t\"\xf2\x01\n\nRendezvous\x12\x15\n\rstore_address\x18\x01 \x01(\t\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12\x0e\n\x06\x66older\x18\x03 \x01(\t\x12\x46\n\x0bipc_handles\x18\x04 \x03(\x0b\x32\x31.quartet.api.common.v1.Rendezvous.IpcHandlesEntry\x12.\n\x03ipc\x18\x05 \x01(\x0b\x32!.quartet.api.common.v1.IpcSegment\x1a\x31\n\x0fIpcHandlesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x8f\x01\n\nIpcSegment\x12\x0f\n\x07machine\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x12\n\nprocess_id\x18\x03 \x01(\x03\x12\x12\n\ndescriptor\x18\x04 \x01(\x05\x12\r\n\x05inode\x18\x05 \x01(\x04\x12\x10\n\x08gpu_uuid\x18\x06 \x01(\t\x12\x13\n\x0b\x63uda_handle\x18\x07 \x01(\x0c\"m\n\x11ReplicaPushResult\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x11\n\tcommitted\x18\x03 \x01(\x08\x12\x14\n\x0c\x66\x61iled_phase\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t*\x86\x01\n\x0bPushBackend\x12\x1c\n\x18PUSH_BACKEND_UNSPECIFIED\x10\x00\x12\x15\n\x11PUSH_BACKEND_GLOO\x10\x01\x12\x15\n\x11PUSH_BACKEND_NCCL\x10\x02\x12\x14\n\x10PUSH_BACKEND_IPC\x10\x03\x12\x15\n\x11PUSH_BACKEND_FILE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,16 +34,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RENDEZVOUS_IPCHANDLESENTRY']._loaded_options = None
   _globals['_RENDEZVOUS_IPCHANDLESENTRY']._serialized_options = b'8\001'
-  _globals['_PUSHBACKEND']._serialized_start=611
-  _globals['_PUSHBACKEND']._serialized_end=745
+  _globals['_PUSHBACKEND']._serialized_start=805
+  _globals['_PUSHBACKEND']._serialized_end=939
   _globals['_TENSORSPEC']._serialized_start=98
   _globals['_TENSORSPEC']._serialized_end=191
   _globals['_WEIGHTMANIFEST']._serialized_start=193
   _globals['_WEIGHTMANIFEST']._serialized_end=300
   _globals['_RENDEZVOUS']._serialized_start=303
-  _globals['_RENDEZVOUS']._serialized_end=497
-  _globals['_RENDEZVOUS_IPCHANDLESENTRY']._serialized_start=448
-  _globals['_RENDEZVOUS_IPCHANDLESENTRY']._serialized_end=497
-  _globals['_REPLICAPUSHRESULT']._serialized_start=499
-  _globals['_REPLICAPUSHRESULT']._serialized_end=608
+  _globals['_RENDEZVOUS']._serialized_end=545
+  _globals['_RENDEZVOUS_IPCHANDLESENTRY']._serialized_start=496
+  _globals['_RENDEZVOUS_IPCHANDLESENTRY']._serialized_end=545
+  _globals['_IPCSEGMENT']._serialized_start=548
+  _globals['_IPCSEGMENT']._serialized_end=691
+  _globals['_REPLICAPUSHRESULT']._serialized_start=693
+  _globals['_REPLICAPUSHRESULT']._serialized_end=802
 # @@protoc_insertion_point(module_scope)

@@ -127,7 +127,7 @@ Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 @_typing.final
 class Rendezvous(_message.Message):
     """Where the members of a broadcast group meet. Exactly one set of fields counts, by backend.
-    Next ID: 5.
+    Next ID: 6.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -156,6 +156,7 @@ class Rendezvous(_message.Message):
     GROUP_NAME_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
     IPC_HANDLES_FIELD_NUMBER: _builtins.int
+    IPC_FIELD_NUMBER: _builtins.int
     store_address: _builtins.str
     """gloo, nccl: "host:port" of the key-value store that the sender bound and keeps open."""
     group_name: _builtins.str
@@ -164,7 +165,11 @@ class Rendezvous(_message.Message):
     """file: the folder that holds the safetensors files."""
     @_builtins.property
     def ipc_handles(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """ipc: one opaque handle a bucket, keyed by GPU uuid."""
+        """Left empty, and not read: `ipc` has taken its place."""
+
+    @_builtins.property
+    def ipc(self) -> Global___IpcSegment:
+        """ipc: the memory that holds the weights."""
 
     def __init__(
         self,
@@ -173,14 +178,65 @@ class Rendezvous(_message.Message):
         group_name: _builtins.str = ...,
         folder: _builtins.str = ...,
         ipc_handles: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
+        ipc: Global___IpcSegment | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ipc", b"ipc"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "group_name", b"group_name", "ipc_handles", b"ipc_handles", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "group_name", b"group_name", "ipc", b"ipc", "ipc_handles", b"ipc_handles", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Rendezvous: _TypeAlias = Rendezvous  # noqa: Y015
+
+@_typing.final
+class IpcSegment(_message.Message):
+    """One block of the sender's memory with all buckets of a push in their order, each from the next
+    multiple of 256 bytes on. The sender has written all of it before it calls ReceiveWeights, and
+    keeps it until the replica has committed or aborted; a replica only reads.
+    Next ID: 8.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MACHINE_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    INODE_FIELD_NUMBER: _builtins.int
+    GPU_UUID_FIELD_NUMBER: _builtins.int
+    CUDA_HANDLE_FIELD_NUMBER: _builtins.int
+    machine: _builtins.str
+    """Names the boot of the sender's machine: a replica that runs under another cannot see the memory."""
+    size_bytes: _builtins.int
+    """Bytes in all."""
+    process_id: _builtins.int
+    """Main memory: process of the sender. The replica opens /proc/<process_id>/fd/<descriptor>."""
+    descriptor: _builtins.int
+    """Main memory: descriptor of a file in memory in that process. The file has no name in any folder."""
+    inode: _builtins.int
+    """Main memory: inode of that file, so that none is mistaken for it."""
+    gpu_uuid: _builtins.str
+    """GPU: uuid of the GPU whose memory it is; empty for main memory."""
+    cuda_handle: _builtins.bytes
+    """GPU: the 64 bytes of cudaIpcGetMemHandle."""
+    def __init__(
+        self,
+        *,
+        machine: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        process_id: _builtins.int = ...,
+        descriptor: _builtins.int = ...,
+        inode: _builtins.int = ...,
+        gpu_uuid: _builtins.str = ...,
+        cuda_handle: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_handle", b"cuda_handle", "descriptor", b"descriptor", "gpu_uuid", b"gpu_uuid", "inode", b"inode", "machine", b"machine", "process_id", b"process_id", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IpcSegment: _TypeAlias = IpcSegment  # noqa: Y015
 
 @_typing.final
 class ReplicaPushResult(_message.Message):
