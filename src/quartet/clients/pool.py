@@ -2,8 +2,8 @@
 
 Each call goes to the replica with the least work in flight among those that serve, in turn where
 they have as little. When one fails for reasons of its own (INFRA), the call goes to another, with
-the same request_id; when all have failed it waits a little and begins again. A watcher a replica
-follows its health, so one that comes back is used at once.
+the same request_id; when all have failed it waits a little and begins again. Replicas come and go:
+see `members`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Generic, Self, TypeVar
 
 from quartet.clients.base import Client
+from quartet.clients.members import Members, Replica, Standing
 from quartet.config.rpc import RpcConfig
 from quartet.errors import (
     DeadlineError,
@@ -30,7 +30,7 @@ from quartet.errors import (
 )
 from quartet.obs import metrics
 from quartet.rpc import policy
-from quartet.rpc.address import split_addresses
+from quartet.rpc.resolve import AddressBook
 
 _logger = logging.getLogger(__name__)
 
@@ -39,23 +39,12 @@ Answer = TypeVar("Answer")
 
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 5.0
-# Looking for a replica that is away costs little, and finding it late costs a run's time.
-_LONGEST_WATCH_PAUSE = 1.0
 _NOTICE_SECONDS = 10.0
 """How often a caller is told of an outage that lasts."""
 _CAUSE_CHARACTERS = 120
 """As much of a cause as fits on a line beside the address."""
-
-
-@dataclass(slots=True, eq=False)
-class _Replica(Generic[AnyClient]):
-    """One server and what is known of it."""
-
-    client: AnyClient
-    serving: bool = False
-    last_error: str = "no answer yet"
-    last_turn: int = -1
-    """When it was last picked, counted in picks of its pool."""
+_MOST_LACKS = 3
+"""How often one call sends replicas back to be prepared before it takes their answer for final."""
 
 
 class ReplicaPool(Generic[AnyClient]):
@@ -63,18 +52,22 @@ class ReplicaPool(Generic[AnyClient]):
 
     Args:
         client_class: RolloutClient, RewardClient, RefClient or LearnerClient.
-        addresses: "host1:port,host2:port", or a sequence of addresses.
+        addresses: "host1:port,host2:port", or a sequence of addresses. "dns:///name:port" and
+            "file:///path" stand for replicas that may change; `open` reads them.
         rpc: settings of every client.
-        max_in_flight: calls kept in flight over all replicas; further ones wait their turn.
-        patience: seconds that a call waits for any replica to serve before it gives up.
-        say: told that a call waits for a replica, at once and then every ten seconds; None logs it.
+        max_in_flight: calls kept in flight for each replica that serves; further ones wait their
+            turn.
+        patience: seconds that a call waits for any replica to serve before it gives up. The time
+            in which one is only being prepared does not count.
+        say: told who joins and leaves, and that a call waits for a replica, at once and then every
+            ten seconds; None logs it.
         remedy: what the error at the end of the patience advises.
     """
 
     def __init__(
         self,
         client_class: type[AnyClient],
-        addresses: str | Sequence[str],
+        addresses: str | Sequence[str] | AddressBook,
         rpc: RpcConfig | None = None,
         *,
         max_in_flight: int = policy.CLIENT_CONCURRENCY,
@@ -82,21 +75,26 @@ class ReplicaPool(Generic[AnyClient]):
         say: Callable[[str], None] | None = None,
         remedy: str = "",
     ) -> None:
-        names = split_addresses(addresses if isinstance(addresses, str) else ",".join(addresses))
-        self._replicas = [
-            _Replica(client_class(name, rpc, max_in_flight=max_in_flight, retry=len(names) == 1))
-            for name in names
-        ]
+        book = addresses if isinstance(addresses, AddressBook) else AddressBook(addresses)
+        alone = len(book.entries) == 1 and not book.may_change
         self._room = client_class.room
         self._service = client_class.service
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._book = book
+        self._max_in_flight = max_in_flight
+        self._in_flight = 0
         self._patience = patience
         self._turns = itertools.count()
         self._say = say or _logger.warning
         self._remedy = remedy
         self._said_at = -math.inf
-        self._changed = asyncio.Event()
-        self._watchers = [asyncio.ensure_future(self._watch(r)) for r in self._replicas]
+        self.stale_reasons: Collection[str] = ()
+        """Reasons of a StateError by which a replica says that it has to be prepared again."""
+        self._members: Members[AnyClient] = Members(
+            lambda address: client_class(address, rpc, max_in_flight=max_in_flight, retry=alone),
+            book,
+            room=self._room,
+            say=self._say,
+        )
 
     async def __aenter__(self) -> Self:
         """Use as `async with`."""
@@ -106,37 +104,109 @@ class ReplicaPool(Generic[AnyClient]):
         """Close."""
         await self.close()
 
+    async def open(self) -> None:
+        """Read the entries that may change, and follow them; nothing to do where there are none.
+
+        Raises:
+            ConfigError: a file of addresses cannot be read.
+        """
+        await self._members.open()
+
     async def close(self) -> None:
         """Stop watching and close every channel."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-        for replica in self._replicas:
-            await replica.client.close()
+        await self._members.close()
+
+    def admit(
+        self,
+        *,
+        check: Callable[[AnyClient], Awaitable[None]] | None = None,
+        prepare: Callable[[AnyClient], Awaitable[None]] | None = None,
+    ) -> None:
+        """Say what a replica has to pass before it gets calls. Those that serve now go on.
+
+        Args:
+            check: raises ConfigError where a replica does not fit: it is named, and left out.
+            prepare: gives a replica what it lacks. InfraError has it tried again after a pause;
+                any other error is raised by all calls from then on.
+        """
+        self._members.check = check or self._members.check
+        self._members.prepare = prepare or self._members.prepare
 
     @property
     def clients(self) -> list[AnyClient]:
         """One client a replica, in the order of the addresses."""
-        return [replica.client for replica in self._replicas]
+        return [replica.client for replica in self._members.replicas]
+
+    @property
+    def leaving(self) -> list[AnyClient]:
+        """Clients of those that are off the list and end their last calls."""
+        return [replica.client for replica in self._members.leaving]
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The list as it was given."""
+        return self._book.entries
+
+    @property
+    def may_change(self) -> bool:
+        """Whether replicas may join and leave."""
+        return self._book.may_change
 
     def serving(self) -> list[AnyClient]:
         """Clients of the replicas that serve now."""
-        return [replica.client for replica in self._replicas if replica.serving]
+        return [r.client for r in self._members.replicas if r.standing is Standing.SERVING]
+
+    def fitting(self) -> list[AnyClient]:
+        """Clients of those that serve, or will when they have been prepared."""
+        return [r.client for r in self._members.replicas if r.fits]
+
+    def standings(self) -> dict[str, Standing]:
+        """How far each replica has come, by its address."""
+        return {r.client.address: r.standing for r in self._members.replicas}
+
+    def describe(self) -> str:
+        """Where each replica stands and why, and what of the list cannot be read."""
+        known = [f"{r.client.address}: {r.why}" for r in self._members.replicas]
+        return "; ".join([*known, *self._book.problems]) or "the list of addresses is empty"
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds; it is looked at whenever a replica's state changes."""
         while not condition():
-            await self._changed.wait()
+            await self._members.changed.wait()
 
     async def wait_ready(self, timeout: float) -> None:
         """Wait until every replica serves; raises as Client.wait_ready where one does not."""
+        await asyncio.gather(*(self.wait_for(client, timeout) for client in self.clients))
 
-        async def wait(replica: _Replica[AnyClient]) -> None:
-            await replica.client.wait_ready(timeout)
-            # Its watcher may be between two tries.
-            self._set(replica, True, "it answers SERVING")
+    async def wait_for(self, client: AnyClient, timeout: float) -> None:
+        """Wait until one replica serves; raises as Client.wait_ready where it does not."""
+        await client.wait_ready(timeout)
+        for replica in self._members.replicas:
+            if replica.client is client:
+                # Its watcher may be between two tries.
+                self._members.serves(replica, "it answers SERVING")
 
-        await asyncio.gather(*(wait(replica) for replica in self._replicas))
+    async def wait_fitting(self) -> list[AnyClient]:
+        """Wait until `fitting` names somebody.
+
+        Raises:
+            UnavailableError: nobody came in `patience` seconds.
+        """
+        await self._wait_until(lambda: bool(self.fitting()), math.inf)
+        return self.fitting()
+
+    def prepared(self, now: Collection[str], lacks: Callable[[AnyClient], bool]) -> None:
+        """Say that `prepare` has no work left at some replicas, and new work at others.
+
+        Args:
+            now: addresses of those that were given what there is.
+            lacks: whether another one, which serves, has to be prepared again.
+        """
+        for replica in self._members.replicas:
+            if replica.client.address in now and replica.fits:
+                self._members.serves(replica, "it is ready")
+            elif lacks(replica.client):
+                self._members.lacks(replica, "it has not been prepared")
 
     async def each(self, call: Callable[[AnyClient], Awaitable[Answer]]) -> list[Answer]:
         """Make a call to every replica at once, serving or not; raises the first failure."""
@@ -147,6 +217,7 @@ class ReplicaPool(Generic[AnyClient]):
         method: str,
         call: Callable[[AnyClient, float], Awaitable[Answer]],
         *,
+        weight: int = 1,
         timeout: float | None = None,
     ) -> Answer:
         """Make a call to one replica, and to others while it fails with INFRA.
@@ -155,6 +226,8 @@ class ReplicaPool(Generic[AnyClient]):
             method: name of the method, for deadline, metrics and log.
             call: makes the call, given a client and the seconds left. It must send the same
                 request_id each time.
+            weight: the work that the call brings, in a unit that all calls of the pool share. The
+                replica with the least work under way gets it.
             timeout: seconds over all tries; None takes the deadline of rpc.policy.
 
         Raises:
@@ -168,18 +241,27 @@ class ReplicaPool(Generic[AnyClient]):
         """
         seconds = timeout or policy.method_policy(self._service, method).deadline
         deadline = time.monotonic() + seconds
-        async with self._slots:
-            return await self._try_all(method, call, deadline)
+        # What is not sent yet can still go to whoever has the least to do by then.
+        while self._in_flight >= self._max_in_flight * max(1, len(self.serving())):
+            await self._members.changed.wait()
+        self._in_flight += 1
+        try:
+            return await self._try_all(method, call, weight, deadline)
+        finally:
+            self._in_flight -= 1
+            self._members.notify()
 
     async def _try_all(
         self,
         method: str,
         call: Callable[[AnyClient, float], Awaitable[Answer]],
+        weight: int,
         deadline: float,
     ) -> Answer:
         backoff = _FIRST_BACKOFF
-        tried: set[_Replica[AnyClient]] = set()
+        tried: set[Replica[AnyClient]] = set()
         failure: QuartetError | None = None
+        lacks = 0
         while True:
             replica = self._pick(tried)
             if replica is None and tried:
@@ -190,7 +272,7 @@ class ReplicaPool(Generic[AnyClient]):
                 tried.clear()
                 continue
             if replica is None:
-                await self._wait_for_one(deadline)
+                await self._wait_until(lambda: bool(self.serving()), deadline)
                 continue
             if failure is not None:
                 metrics.RPC_CLIENT_RETRIES.labels(self._service, method).inc()
@@ -198,21 +280,29 @@ class ReplicaPool(Generic[AnyClient]):
             if left <= 0:
                 raise failure or DeadlineError(f"no time left for {method}", reason="DEADLINE")
             try:
-                return await call(replica.client, left)
+                with _carrying(replica, weight):
+                    return await call(replica.client, left)
             except (InfraError, StateError) as error:
                 _logger.warning("%s: %s at %s", method, error, replica.client.address)
                 failure = error
+                if error.info.reason in self.stale_reasons and lacks < _MOST_LACKS:
+                    lacks += 1
+                    self._members.lacks(replica, error.message)
+                    continue
                 tried.add(replica)
-                replica.last_error = error.message
+                replica.why = error.message
 
-    def _pick(self, tried: set[_Replica[AnyClient]]) -> _Replica[AnyClient] | None:
+    def _pick(self, tried: set[Replica[AnyClient]]) -> Replica[AnyClient] | None:
         """The serving replica with the least work in flight, without those just tried.
 
         Of several, the one whose last turn is longest ago: calls that come one at a time would
         else all go to the first address.
         """
-        choice = [r for r in self._replicas if r.serving and r not in tried]
-        picked = min(choice, key=lambda r: (r.client.in_flight, r.last_turn), default=None)
+        if self._members.failed is not None:
+            raise self._members.failed
+        replicas = self._members.replicas
+        choice = [r for r in replicas if r.standing is Standing.SERVING and r not in tried]
+        picked = min(choice, key=lambda r: (r.load, r.last_turn), default=None)
         if picked is not None:
             picked.last_turn = next(self._turns)
         return picked
@@ -225,17 +315,26 @@ class ReplicaPool(Generic[AnyClient]):
             raise failure
         await asyncio.sleep(wanted)
 
-    async def _wait_for_one(self, deadline: float) -> None:
-        """Wait until a replica serves, no longer than patience and deadline allow."""
+    async def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Wait until `condition` holds, no longer than patience and deadline allow.
+
+        While a replica waits only to be prepared the patience does not run: a learner may be in
+        the middle of a long step.
+        """
         began = time.monotonic()
-        limit = min(deadline, began + self._patience)
-        while not self.serving():
-            left = limit - time.monotonic()
+        while not condition():
+            if self._members.failed is not None:
+                raise self._members.failed
+            now = time.monotonic()
+            if any(r.is_hopeful for r in self._members.replicas):
+                began = now
+            left = min(deadline, began + self._patience) - now
             if left <= 0:
-                raise self._nobody(time.monotonic() - began)
+                raise self._nobody(now - began)
             self._say_so(left)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(left, _NOTICE_SECONDS))
+                await asyncio.wait_for(self._members.changed.wait(), min(left, _NOTICE_SECONDS))
+        self._said_at = -math.inf
 
     def _say_so(self, left: float) -> None:
         """Tell of the outage, once for all calls that wait for its end."""
@@ -243,43 +342,31 @@ class ReplicaPool(Generic[AnyClient]):
         if now - self._said_at >= _NOTICE_SECONDS:
             self._said_at = now
             who = " or ".join(
-                f"{r.client.address} ({_shortened(r.last_error)})" for r in self._replicas
+                f"{r.client.address} ({_shortened(r.why)})" for r in self._members.replicas
             )
-            self._say(f"waiting for {self._room} at {who}, up to {left:.0f} s")
+            at = who or f"one of {', '.join(self._book.entries)}"
+            self._say(f"waiting for {self._room} at {at}, up to {left:.0f} s")
 
     def _nobody(self, waited: float) -> UnavailableError:
-        states = "; ".join(f"{r.client.address}: {r.last_error}" for r in self._replicas)
         return UnavailableError(
-            f"no {self._room} service for {waited:.1f} s ({states})",
+            f"no {self._room} service for {waited:.1f} s ({self.describe()})",
             reason="NO_REPLICA",
             field=f"{self._room}.address",
-            value=",".join(r.client.address for r in self._replicas),
+            value=",".join(self._book.entries),
             remedy=self._remedy,
         )
 
-    async def _watch(self, replica: _Replica[AnyClient]) -> None:
-        """Follow one replica's health for as long as the pool lives."""
-        backoff = _FIRST_BACKOFF
-        while True:
-            try:
-                async for state in replica.client.watch_health():
-                    backoff = _FIRST_BACKOFF
-                    self._set(replica, state == "SERVING", f"it answers {state}")
-                self._set(replica, False, "it ended the connection")
-            except QuartetError as error:
-                self._set(replica, False, error.message)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
-            backoff = min(2 * backoff, _LONGEST_WATCH_PAUSE)
 
-    def _set(self, replica: _Replica[AnyClient], serving: bool, why: str) -> None:
-        if serving != replica.serving:
-            verb = "serves" if serving else f"does not serve: {why}"
-            _logger.info("%s at %s %s", self._room, replica.client.address, verb)
-            if serving:
-                self._said_at = -math.inf
-        replica.serving, replica.last_error = serving, why
-        self._changed.set()
-        self._changed = asyncio.Event()
+@contextlib.contextmanager
+def _carrying(replica: Replica[AnyClient], weight: int) -> Iterator[None]:
+    """Count a call, and its work, at the replica that has it."""
+    replica.calls += 1
+    replica.load += weight
+    try:
+        yield
+    finally:
+        replica.calls -= 1
+        replica.load -= weight
 
 
 def _shortened(cause: str) -> str:

@@ -88,7 +88,8 @@ class RefConfig:
     offload: bool = False
     """Keep its weights in main memory and bring them to the GPU when needed."""
     address: str | None = None
-    """Reference services to use, host:port, several with commas."""
+    """Reference services to use, host:port, several with commas; `dns:///name:port` and
+    `file:///path` stand for services that come and go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +139,8 @@ class RewardConfig(RewardSourceFields):
     stop_properly_legacy: bool = False
     """Let that penalty raise negative rewards, as OpenRLHF does."""
     address: str | None = None
-    """Reward services to use, host:port, several with commas."""
+    """Reward services to use, host:port, several with commas; `dns:///name:port` and
+    `file:///path` stand for services that come and go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,4 +202,5 @@ class DpoRefConfig:
     offload: bool = False
     """Keep its weights in main memory and bring them to the GPU when needed."""
     address: str | None = None
-    """Reference services to use, host:port, several with commas."""
+    """Reference services to use, host:port, several with commas; `dns:///name:port` and
+    `file:///path` stand for services that come and go."""

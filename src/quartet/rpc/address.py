@@ -1,4 +1,8 @@
-"""Addresses of services: "host:port", "unix:/path", "dns:///name:port", and lists of them."""
+"""Addresses of services: "host:port", "unix:/path", "dns:///name:port", and lists of them.
+
+Two kinds of entries stand for replicas that come and go: "dns:///name:port" for all hosts that the
+name leads to, and "file:///path" for a file with an address a line. `rpc.resolve` reads them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ from quartet.config.rpc import is_local
 from quartet.errors import ConfigError
 
 _SCHEMES = ("unix:", "dns:", "ipv4:", "ipv6:")
+FILE_SCHEME = "file://"
+DNS_SCHEME = "dns:///"
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
-    """Cut a comma-separated list into its addresses, each checked.
+    """Cut a comma-separated list into its entries, each checked.
 
     Example:
         >>> split_addresses("h1:7001, h2:7001")
@@ -22,10 +28,23 @@ def split_addresses(text: str) -> tuple[str, ...]:
     if not addresses:
         raise _wrong(text, "names no server")
     for address in addresses:
-        check_address(address)
+        check_entry(address)
     if len(set(addresses)) < len(addresses):
         raise _wrong(text, "names a server twice")
     return addresses
+
+
+def stands_for_several(entry: str) -> bool:
+    """True when the replicas behind an entry of a list are found out, and may change."""
+    return entry.startswith((DNS_SCHEME, FILE_SCHEME))
+
+
+def check_entry(entry: str) -> None:
+    """Raise ConfigError for what is no entry of a list of addresses."""
+    if not entry.startswith(FILE_SCHEME):
+        check_address(entry)
+    elif not entry.removeprefix(FILE_SCHEME).startswith("/"):
+        raise _wrong(entry, "has no absolute path")
 
 
 def check_address(address: str) -> None:
@@ -57,5 +76,5 @@ def _wrong(address: str, problem: str) -> ConfigError:
         f"address {address!r} {problem}",
         field="address",
         value=address,
-        remedy="write host:port, unix:/path or dns:///name:port",
+        remedy="write host:port, unix:/path, dns:///name:port, or file:///path for several",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -29,6 +28,7 @@ from quartet.types import (
     PauseMode,
     PushBackend,
     PushResult,
+    ReplicaState,
     RunSpec,
     ScoreBatch,
     ScoreRequest,
@@ -41,57 +41,74 @@ from quartet.types import (
 
 AnyClient = TypeVar("AnyClient", bound=Client)
 
-STALE_PAUSE_SECONDS = 0.2
-"""Pause before a stale replica is asked again: nothing tells a caller of a push to it."""
-
-TOO_OLD = frozenset({"POLICY_VERSION_TOO_OLD", "VERSION_TOO_OLD"})
-"""Reasons of a replica that has older weights than Generate asks for."""
-
-MOST_CATCH_UPS = 3
-"""How often a call has a stale replica pushed to before it gives up."""
+STALE_REASONS = frozenset({"POLICY_VERSION_TOO_OLD", "VERSION_TOO_OLD", "REPLICA_STALE"})
+"""Reasons of a replica that refuses Generate because it has no weights, or older ones."""
 
 
 class PooledSampler:
     """`Sampler` over rollout replicas."""
 
-    def __init__(self, pool: ReplicaPool[RolloutClient], *, patience: float = 0.0) -> None:
+    def __init__(self, pool: ReplicaPool[RolloutClient], *, sleeps: bool = False) -> None:
         """Use a pool that somebody else closes.
 
         Args:
             pool: the replicas.
-            patience: seconds to wait for a replica with the asked-for version, when all that serve
-                are older: one that was started again serves before it has been pushed to.
+            sleeps: the run puts replicas to sleep, so that one asleep is where it should be.
         """
         self._pool = pool
-        self._patience = patience
-        self._catching_up = asyncio.Lock()
-        self.on_stale: Callable[[str, str], Awaitable[None]] | None = None
-        """Called with role and address of a replica that fell back to older weights than asked
-        for, as one does that was started again by somebody else."""
+        self._sleeps = sleeps
+        self._version: int | None = None
+        """Version of the last push; None before the first."""
+        self._holds: dict[str, tuple[str, int]] = {}
+        """By address: the process that took a push last, and the version."""
+        self.catch_up: Callable[[str], Awaitable[None]] | None = None
+        """Called with the address of a replica that lacks the weights of the last push."""
+        pool.stale_reasons = STALE_REASONS
+        pool.admit(prepare=self._prepare)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Complete prompts on the replica with the least to do."""
-        limit = time.monotonic() + self._patience
-        catch_ups = 0
-        while True:
-            try:
-                return await self._generate(request)
-            except StateError as error:
-                if error.info.reason in TOO_OLD and self.on_stale and catch_ups < MOST_CATCH_UPS:
-                    catch_ups += 1
-                    await self._catch_up(request.min_policy_version or 0, self.on_stale)
-                elif time.monotonic() >= limit:
-                    raise
-                else:
-                    await asyncio.sleep(STALE_PAUSE_SECONDS)
+        """Complete prompts on the replica with the fewest samples to make."""
+        return await self._pool.call(
+            "Generate",
+            lambda client, left: client.generate(
+                request_id=request.request_id,
+                groups=request.groups,
+                sampling=request.sampling,
+                logprob_kind=request.logprob_kind,
+                min_policy_version=request.min_policy_version,
+                isolated=request.isolated,
+                timeout=left,
+            ),
+            weight=sum(group.num_samples for group in request.groups),
+        )
+
+    async def to_push_to(self) -> tuple[str, ...]:
+        """Addresses of the replicas that can take weights now; waits until there is one.
+
+        Raises:
+            UnavailableError: nobody came in the pool's patience.
+        """
+        return tuple(client.address for client in await self._pool.wait_fitting())
+
+    def pushed(self, policy_version: int, result: PushResult) -> None:
+        """Note who took a version. Calls go to those that have it, and the others catch up."""
+        self._version = policy_version
+        took = {r.address: (r.replica, policy_version) for r in result.replicas if r.committed}
+        self._holds |= took
+        self._pool.prepared(took, lambda client: not self.has(client.address, policy_version))
+
+    def has(self, address: str, policy_version: int) -> bool:
+        """Whether a replica took a version in a push, as far as is known."""
+        return address in self._holds and self._holds[address][1] == policy_version
 
     async def pause(self, mode: PauseMode) -> None:
-        """Hold generation on all replicas that serve."""
-        await self._tell(self._pool.serving(), lambda client: client.pause(mode))
+        """Hold generation on all replicas that generate."""
+        await self._tell(self._pool.fitting(), lambda client: client.pause(mode))
 
     async def resume(self) -> None:
-        """Go on, also where a replica seemed away."""
-        await self._tell(self._pool.clients, lambda client: client.resume())
+        """Go on, also where a replica seemed away, or ends its last calls."""
+        everybody = [*self._pool.clients, *self._pool.leaving]
+        await self._tell(everybody, lambda client: client.resume())
 
     async def sleep(self, level: int) -> None:
         """Free the memory of all replicas."""
@@ -105,35 +122,27 @@ class PooledSampler:
         self, clients: Sequence[RolloutClient], call: Callable[[RolloutClient], Awaitable[object]]
     ) -> None:
         async def one(client: RolloutClient) -> None:
-            # One that is away or still loads holds nothing, and comes back holding nothing.
+            # One that is away or still loads holds nothing, and is resumed before it serves.
             with contextlib.suppress(InfraError, StateError):
                 await call(client)
 
         await asyncio.gather(*(one(client) for client in clients))
 
-    async def _catch_up(self, oldest: int, on_stale: Callable[[str, str], Awaitable[None]]) -> None:
-        """Report each serving replica with older weights; calls that wait find it caught up."""
-        async with self._catching_up:
-            for client in self._pool.serving():
-                # One that is gone again is none to push to.
-                with contextlib.suppress(InfraError):
-                    info = await client.get_info()
-                    if info.policy_version < oldest:
-                        await on_stale("rollout", client.address)
-
-    async def _generate(self, request: GenerateRequest) -> GenerateResult:
-        return await self._pool.call(
-            "Generate",
-            lambda client, left: client.generate(
-                request_id=request.request_id,
-                groups=request.groups,
-                sampling=request.sampling,
-                logprob_kind=request.logprob_kind,
-                min_policy_version=request.min_policy_version,
-                isolated=request.isolated,
-                timeout=left,
-            ),
-        )
+    async def _prepare(self, client: RolloutClient) -> None:
+        """Let a replica have the weights of the last push, and go on if it was left paused."""
+        if self._version is None or self.catch_up is None:
+            return
+        info = await client.get_info()
+        if info.state is ReplicaState.ASLEEP and not self._sleeps:
+            await client.wake()
+        await client.resume()
+        held = (info.info.replica, info.policy_version)
+        # The version alone proves nothing: another run may have pushed one of the same number.
+        is_same = self._holds.get(client.address) == held and info.policy_version == self._version
+        if is_same and info.state is not ReplicaState.STALE:
+            return
+        self._holds.pop(client.address, None)
+        await self.catch_up(client.address)
 
 
 class PooledJudge:
@@ -153,6 +162,7 @@ class PooledJudge:
                 tokenizer_fingerprint=request.tokenizer_fingerprint,
                 timeout=left,
             ),
+            weight=len(request.items),
         )
 
     async def sleep(self) -> None:
@@ -186,6 +196,7 @@ class PooledReference:
                 max_tokens_per_micro_batch=self._max_tokens,
                 timeout=left,
             ),
+            weight=sum(chunk.num_tokens for chunk in chunks),
         )
 
     async def sleep(self) -> None:
@@ -205,7 +216,6 @@ class RemoteTrainee:
         client: LearnerClient,
         *,
         forward_tokens: int | None = None,
-        rollout_addresses: Sequence[str] = (),
         backend: PushBackend | None = None,
         bucket_bytes: int = 64 << 20,
         group_timeout: float = 30.0,
@@ -216,7 +226,6 @@ class RemoteTrainee:
         Args:
             client: the learner.
             forward_tokens: most tokens in one forward pass on one rank.
-            rollout_addresses: who gets the weights in a push.
             backend: how they travel; None lets the learner look.
             bucket_bytes: size of a bucket.
             group_timeout: seconds that one wait of a push may take.
@@ -224,7 +233,6 @@ class RemoteTrainee:
         """
         self._client = client
         self._forward_tokens = forward_tokens
-        self._addresses = tuple(rollout_addresses)
         self._backend = backend
         self._bucket_bytes = bucket_bytes
         self._group_timeout = group_timeout
@@ -250,13 +258,13 @@ class RemoteTrainee:
         return await self._client.train(step, samples)
 
     async def push_weights(
-        self, *, request_id: str, policy_version: int, addresses: Sequence[str] | None = None
+        self, *, request_id: str, policy_version: int, addresses: Sequence[str]
     ) -> PushResult:
-        """Push the weights to rollout replicas; None: to all of them."""
+        """Push the weights to rollout replicas."""
         return await self._client.push_weights(
             request_id=request_id,
             policy_version=policy_version,
-            addresses=self._addresses if addresses is None else addresses,
+            addresses=addresses,
             backend=self._backend,
             bucket_bytes=self._bucket_bytes,
             group_timeout=self._group_timeout,

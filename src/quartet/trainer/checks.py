@@ -110,6 +110,37 @@ def check_reward(info: RewardInfo, address: str, *, fingerprint: str) -> None:
         check_tokenizer(info.info, "reward", address, fingerprint=fingerprint)
 
 
+def check_score_terms(
+    info: RewardInfo, address: str, *, with_token_ids: bool, max_samples: int
+) -> None:
+    """A scorer that joins takes the calls that the run makes, which were settled at its start.
+
+    Args:
+        info: what the scorer says of itself.
+        address: where it is.
+        with_token_ids: whether calls carry token ids.
+        max_samples: most samples of a call; 0 is no limit.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if info.needs_token_ids and not with_token_ids:
+        raise _wrong(
+            "reward",
+            address,
+            "reads token ids, which no scorer did when the run began, so none are sent",
+            "begin a run with it, or serve a scorer that reads text",
+        )
+    most = info.max_samples_per_call
+    if most and not 0 < max_samples <= most:
+        raise _wrong(
+            "reward",
+            address,
+            f"takes {most} samples a call, and calls may have {max_samples or 'any number'}",
+            "let it take as many as the others, or begin a run with it",
+        )
+
+
 def check_rollout(info: RolloutInfo, address: str) -> None:
     """The engine returns the log-probabilities that training needs.
 

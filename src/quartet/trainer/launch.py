@@ -73,6 +73,8 @@ class _Running:
     began: float
     address: str = ""
     restarts: int = 0
+    is_lost: bool = False
+    """It is not started again."""
 
 
 class Launcher:
@@ -87,7 +89,6 @@ class Launcher:
         progress: Progress,
         start_timeout: float = 600.0,
         command: Callable[[LocalService, Path, Path], list[str]] | None = None,
-        on_restart: Callable[[str, str], Awaitable[None]] | None = None,
     ) -> None:
         """Prepare to start `services` with files below `folder`.
 
@@ -98,7 +99,6 @@ class Launcher:
             progress: Where to say what is waited for.
             start_timeout: Seconds that a service may take until it serves.
             command: Command line of a service, given its YAML and ready file; a test's own.
-            on_restart: Called with role and address when a restarted service serves again.
         """
         self._folder = folder
         self._services = list(services)
@@ -106,8 +106,6 @@ class Launcher:
         self._progress = progress
         self._start_timeout = start_timeout
         self._command = command or serve_command
-        self.on_restart = on_restart
-        """May be set later, by whoever knows what a restarted service lacks."""
         self._restarting: set[str] = set()
         self._one_died = asyncio.Event()
         self._all_there = asyncio.Event()
@@ -240,16 +238,27 @@ class Launcher:
             phase.advance()
 
     async def _watch_one(self, running: _Running) -> None:
-        """Restart a dead service as often as it may be, then raise."""
+        """Restart a dead service as often as it may be.
+
+        Raises:
+            FatalError: it died once more, and no other can do its work.
+        """
         service = running.service
+        when = "in the middle of the run"
         while True:
             await running.process.wait()
             if self._stopping:
                 return
-            if running.restarts >= service.max_restarts:
-                raise self._ended(running, "in the middle of the run", fatal=True)
-            running.restarts += 1
             self._note(service.role, dead=True)
+            if running.restarts >= service.max_restarts:
+                running.is_lost = True
+                error = self._ended(running, when, fatal=True)
+                if not self._others(service):
+                    raise error
+                self._progress.say(f"going on without it: {error}")
+                self._note(service.role, dead=False)
+                return
+            running.restarts += 1
             self._progress.say(
                 f"{service.role} ended with {_exit(running.process)}; starting it again "
                 f"({running.restarts} of at most {service.max_restarts}), "
@@ -258,11 +267,23 @@ class Launcher:
             _kill_group(running.process)
             # The same port, so that clients find it again at the address they have.
             again = await self._spawn(service, port=_port_of(running.address))
-            running.process, running.began, running.address = again.process, again.began, ""
-            await self._wait_ready(running)
+            running.process, running.began = again.process, again.began
+            address, running.address = running.address, ""
+            try:
+                await self._wait_ready(running)
+            except (FatalError, ConfigError):
+                # It died again, or stands still: both count as a death.
+                running.address = running.address or address
+                _kill_group(running.process)
+                when = "while it started again"
+                continue
+            when = "in the middle of the run"
             self._note(service.role, dead=False)
-            if self.on_restart is not None:
-                await self.on_restart(service.role, running.address)
+
+    def _others(self, service: LocalService) -> bool:
+        """Whether another service that is not lost does the same work. A learner has no double."""
+        same = [r for r in self._running.values() if r.service.room == service.room]
+        return service.room != "learner" and not all(r.is_lost for r in same)
 
     def _note(self, role: str, *, dead: bool) -> None:
         """Keep track of who is being started again."""

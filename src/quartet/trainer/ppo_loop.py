@@ -25,7 +25,7 @@ from quartet.trainer.ppo_parts import (
     checkpoints_of,
     evaluated_sources,
     evaluation_of,
-    pause_mode,
+    has_barrier,
     scoring_of,
     source_of,
 )
@@ -73,15 +73,11 @@ class PpoLoop:
             players.sampler,
             run.launcher,
             rest=self._rest,
-            pause=pause_mode(config),
+            barrier=has_barrier(config),
             run_id=run.run_id,
             policy_version=players.policy_version,
             progress=run.progress,
         )
-        run.launcher.on_restart = self._pushes.catch_up
-        if config.rollout.address:
-            # Nobody tells of a service elsewhere that was started again, but its version does.
-            players.sampler.on_stale = self._pushes.catch_up
         self._source = source_of(
             config,
             run,
@@ -155,7 +151,8 @@ class PpoLoop:
         else:
             run.progress.say(f"step {step}: no sample is left, so nothing is trained")
             if self._rest.weights_lost:
-                await self._pushes.push(f"step {step}")
+                async with self._pushes.weights:
+                    await self._pushes.push(f"step {step}")
         self._source.trained(step)
         metrics |= {
             "episode": float(work.episode),

@@ -32,7 +32,7 @@ from quartet.trainer.schedule import schedule_of
 from quartet.trainer.scoring import Decode, Scoring
 from quartet.trainer.settings import begun_with
 from quartet.trainer.sources import InTurn, Source
-from quartet.types import PauseMode, SamplingParams
+from quartet.types import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,11 +103,9 @@ def evaluation_of(
     )
 
 
-def pause_mode(config: PpoConfig) -> PauseMode | None:
-    """What becomes of completions under way when weights are pushed."""
-    if not config.train.async_enable:
-        return None
-    return PauseMode.KEEP if config.train.partial_rollout_enable else PauseMode.DRAIN
+def has_barrier(config: PpoConfig) -> bool:
+    """Whether a push waits until no completion is under way."""
+    return config.train.async_enable and not config.train.partial_rollout_enable
 
 
 def source_of(

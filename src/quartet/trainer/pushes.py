@@ -13,7 +13,7 @@ from quartet.obs.progress import Progress
 from quartet.trainer.launch import Launcher
 from quartet.trainer.rest import Rest
 from quartet.trainer.rooms import Sampler, Trainee
-from quartet.types import PauseMode
+from quartet.types import PauseMode, PushResult
 
 PUSH_REPEATS = 2
 """How often a push that no replica took is tried again before it ends the run."""
@@ -29,7 +29,7 @@ class Pushes:
         launcher: Launcher,
         *,
         rest: Rest,
-        pause: PauseMode | None = None,
+        barrier: bool = False,
         run_id: str,
         policy_version: int,
         progress: Progress,
@@ -41,8 +41,9 @@ class Pushes:
             sampler: The rollout replicas.
             launcher: Knows of rollout services that are being started again.
             rest: Who is awake when.
-            pause: What becomes of completions under way while weights are pushed; None where
-                nothing is generated then.
+            barrier: Let completions under way end before weights are pushed, and hold later ones
+                until they are: no completion has tokens of two versions. Without it generation
+                goes on, and each engine swaps its weights between two tokens.
             run_id: Begins the request ids.
             policy_version: The highest version that any service has seen.
             progress: Where to show a push.
@@ -50,7 +51,7 @@ class Pushes:
         self._policy = policy
         self._sampler = sampler
         self._rest = rest
-        self._pause = pause
+        self._barrier = barrier
         self._launcher = launcher
         self._run_id = run_id
         self._progress = progress
@@ -62,36 +63,53 @@ class Pushes:
         """How long the last push waited for completions under way."""
         self._sends = 0
         self.weights = asyncio.Lock()
-        """Held while the policy's weights move: what is pushed in between would be neither."""
+        """Held by whoever moves the policy's weights, from the first optimizer step to the end of
+        the push, and while a replica catches up: what is pushed in between would be neither."""
 
     async def start(self) -> None:
         """Push for the first time: the rollout services may hold anything, and be paused."""
         await self._sampler.resume()
-        await self.push("start")
+        self._sampler.catch_up = self.catch_up
+        async with self.weights:
+            await self.push("start")
 
     async def push(self, when: str) -> None:
-        """Have all rollout replicas serve the policy as it is now.
+        """Have all rollout replicas serve the policy as it is now. The caller holds `weights`.
 
         Raises:
             FatalError: none of them took it.
+            UnavailableError: there is none.
         """
         async with self._rest.pushing(), self._held(when):
             await self._push(when)
 
+    async def catch_up(self, address: str) -> None:
+        """Give one rollout replica the weights that the others have. Waits for optimizer steps.
+
+        Raises:
+            InfraError: it did not take them.
+        """
+        async with self.weights:
+            # The push that this has waited for may have reached it.
+            if self._sampler.has(address, self.policy_version):
+                return
+            async with self._rest.learner_awake():
+                result = await self._send(self.policy_version, "catch-up", [address])
+            if isinstance(result, str):
+                raise InfraError(result, reason="NOT_CAUGHT_UP")
+            self._sampler.pushed(self.policy_version, result)
+
     @asynccontextmanager
     async def _held(self, when: str) -> AsyncGenerator[None]:
         """Hold generation as long as the context lasts, so that a version begins everywhere."""
-        if self._pause is None:
+        if not self._barrier:
             yield
             return
         began = time.monotonic()
         try:
-            if self._pause is PauseMode.DRAIN:
-                with self._progress.phase(f"{when} pause") as phase:
-                    phase.waiting_for = "completions under way"
-                    await self._sampler.pause(self._pause)
-            else:
-                await self._sampler.pause(self._pause)
+            with self._progress.phase(f"{when} pause") as phase:
+                phase.waiting_for = "completions under way"
+                await self._sampler.pause(PauseMode.DRAIN)
             self.pause_seconds = time.monotonic() - began
             yield
         finally:
@@ -100,23 +118,26 @@ class Pushes:
     async def _push(self, when: str) -> None:
         version = self.policy_version + 1
         repeats = 0
-        while problem := await self._send(version, when):
+        while isinstance(
+            result := await self._send(version, when, await self._sampler.to_push_to()), str
+        ):
             # A rollout service that just died and is started again is worth another push.
             if await self._launcher.settle():
                 continue
             # One lost call must not cost a run: the services may be well.
             if repeats == PUSH_REPEATS:
-                what = f"version {version} of the policy in {1 + repeats} pushes: {problem}"
+                what = f"version {version} of the policy in {1 + repeats} pushes: {result}"
                 raise FatalError(f"no rollout service took {what}", reason="PUSH_FAILED")
             repeats += 1
             again = f"trying again, {repeats} of at most {PUSH_REPEATS}"
-            self._progress.say(f"{when} push: {again}: {problem}")
+            self._progress.say(f"{when} push: {again}: {result}")
         self.policy_version = version
+        self._sampler.pushed(version, result)
         POLICY_VERSION.set(version)
         self.count += 1
 
-    async def _send(self, version: int, when: str, to: Sequence[str] | None = None) -> str:
-        """Push once, to all or to given addresses; returns why no replica took it, or nothing."""
+    async def _send(self, version: int, when: str, to: Sequence[str]) -> PushResult | str:
+        """Push once; returns what came of it, or why no replica took it."""
         self._sends += 1
         with self._progress.phase(f"{when} push") as phase:
             phase.waiting_for = "learner and rollout"
@@ -136,10 +157,4 @@ class Pushes:
         ]
         for problem in problems:
             self._progress.say(f"rollout {problem}")
-        return "; ".join(problems) if len(problems) == len(result.replicas) else ""
-
-    async def catch_up(self, role: str, address: str) -> None:
-        """Give a rollout service that was started again the weights that generation asks for."""
-        if role.startswith("rollout") and self.count:
-            async with self.weights, self._rest.learner_awake():
-                await self._send(self.policy_version, f"{role} at {address} is back:", [address])
+        return "; ".join(problems) if len(problems) == len(result.replicas) else result

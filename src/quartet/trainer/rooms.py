@@ -32,11 +32,24 @@ from quartet.types import (
 class Sampler(Protocol):
     """The rollout replicas."""
 
-    on_stale: Callable[[str, str], Awaitable[None]] | None
-    """Called with role and address of a replica that fell back to older weights than asked for."""
+    catch_up: Callable[[str], Awaitable[None]] | None
+    """Called with the address of a replica that lacks the weights of the last push: one that joins,
+    that was started again, or that a push did not reach. It gets no calls until this returns."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Complete prompts on a replica that serves."""
+        ...
+
+    async def to_push_to(self) -> tuple[str, ...]:
+        """Addresses of the replicas that can take weights now; waits until there is one."""
+        ...
+
+    def pushed(self, policy_version: int, result: PushResult) -> None:
+        """Note who took a version. Calls go to those that have it, and the others catch up."""
+        ...
+
+    def has(self, address: str, policy_version: int) -> bool:
+        """Whether a replica took a version in a push, as far as is known."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -108,9 +121,9 @@ class Trainee(Protocol):
         ...
 
     async def push_weights(
-        self, *, request_id: str, policy_version: int, addresses: Sequence[str] | None = None
+        self, *, request_id: str, policy_version: int, addresses: Sequence[str]
     ) -> PushResult:
-        """Push the weights to rollout replicas; None: to all of them."""
+        """Push the weights to rollout replicas."""
         ...
 
     async def export_model(

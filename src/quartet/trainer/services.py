@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from quartet.clients import (
     Client,
@@ -29,6 +30,13 @@ from quartet.trainer import checks
 from quartet.trainer.adapters import PooledJudge, PooledReference, PooledSampler, RemoteTrainee
 from quartet.trainer.launch import LocalService
 from quartet.trainer.outages import longer_wait, way_on
+from quartet.trainer.replicas import (
+    ScoreTerms,
+    check_references,
+    check_rewards,
+    check_rollouts,
+    wait_listed,
+)
 from quartet.trainer.rooms import Players
 from quartet.trainer.run import Run
 from quartet.types import Head, LearnerInfo, PushBackend, RolloutInfo
@@ -79,7 +87,7 @@ async def connect_learner(
     """
     (address,) = all_addresses(config, run.launcher.addresses)["learner"]
     client = await stack.enter_async_context(LearnerClient(address, _rpc(config)))
-    await _connect(config, run, [("learner", client)])
+    await _connect(config, run, {"learner": client}, {})
     _check_learner(config, await client.get_info(), "learner", address, head, fingerprint)
     return RemoteTrainee(client)
 
@@ -94,23 +102,11 @@ async def connect_dpo(
     """
     addresses = all_addresses(config, run.launcher.addresses)
     client = await stack.enter_async_context(LearnerClient(addresses["learner"][0], _rpc(config)))
-    patience, remedy = _patience(config, run)
-    references = await stack.enter_async_context(
-        ReplicaPool(
-            RefClient,
-            addresses["ref"],
-            _rpc(config),
-            patience=patience,
-            say=run.progress.say,
-            remedy=remedy,
-        )
-    )
-    await _connect(
-        config, run, [("learner", client), *(("ref", each) for each in references.clients)]
-    )
+    references = await _open_pool(RefClient, addresses["ref"], config, run, stack)
+    await _connect(config, run, {"learner": client}, {"ref": references})
     info = await client.get_info()
     _check_learner(config, info, "learner", client.address, Head.LM, fingerprint)
-    await _check_references(config, references, fingerprint)
+    await check_references(config, references, fingerprint)
     return RemoteTrainee(client), PooledReference(references)
 
 
@@ -122,57 +118,42 @@ async def connect_ppo(
     Raises:
         ConfigError: nobody serves at an address in time, or a service does not fit.
     """
-    patience, remedy = _patience(config, run)
     addresses = all_addresses(config, run.launcher.addresses)
     rpc = _rpc(config)
-
-    async def pool(client_class: type[AnyClient], role: Role) -> ReplicaPool[AnyClient]:
-        made = ReplicaPool(
-            client_class,
-            addresses[role],
-            rpc,
-            patience=patience,
-            say=run.progress.say,
-            remedy=remedy,
-        )
-        return await stack.enter_async_context(made)
-
     policy = await stack.enter_async_context(LearnerClient(addresses["learner"][0], rpc))
-    rollouts = await pool(RolloutClient, "rollout")
+    rollouts = await _open_pool(RolloutClient, addresses["rollout"], config, run, stack)
+    learners = {"learner": policy}
+    pools: dict[str, ReplicaPool[Any]] = {"rollout": rollouts}
     critic = references = rewards = None
-    if "reward" in addresses:
-        rewards = await pool(RewardClient, "reward")
     if "critic" in addresses:
         critic = await stack.enter_async_context(LearnerClient(addresses["critic"][0], rpc))
+        learners["critic"] = critic
     if "ref" in addresses:
-        references = await pool(RefClient, "ref")
-
-    waited: list[tuple[str, Client]] = [("learner", policy)]
-    waited += [("critic", critic)] if critic else []
-    waited += [("rollout", c) for c in rollouts.clients]
-    waited += [("ref", c) for c in references.clients] if references else []
-    waited += [("reward", c) for c in rewards.clients] if rewards else []
-    await _connect(config, run, waited)
+        references = await _open_pool(RefClient, addresses["ref"], config, run, stack)
+        pools["ref"] = references
+    if "reward" in addresses:
+        rewards = await _open_pool(RewardClient, addresses["reward"], config, run, stack)
+        pools["reward"] = rewards
+    await _connect(config, run, learners, pools)
 
     policy_info = await policy.get_info()
     _check_learner(config, policy_info, "learner", policy.address, Head.LM, fingerprint)
     if critic is not None:
         info = await critic.get_info()
         _check_learner(config, info, "critic", critic.address, Head.VALUE, fingerprint)
-    rollout_infos = await _check_rollouts(config, rollouts, policy_info, fingerprint)
+    rollout_infos = await check_rollouts(config, rollouts, policy_info, fingerprint)
+    num_references, terms = 1, ScoreTerms(with_token_ids=False, max_samples=0)
     if references is not None:
-        await _check_references(config, references, fingerprint)
-    wants_ids, max_samples = False, 0
+        num_references = await check_references(config, references, fingerprint)
     if rewards is not None:
-        wants_ids, max_samples = await _check_rewards(rewards, fingerprint)
+        terms = await check_rewards(rewards, fingerprint)
     tokens = forward_token_budget(config)
     return Players(
-        sampler=PooledSampler(rollouts, patience=patience if run.launcher.pids else 0.0),
+        sampler=PooledSampler(rollouts, sleeps=config.vllm.enable_sleep),
         judge=PooledJudge(rewards) if rewards is not None else None,
         policy=RemoteTrainee(
             policy,
             forward_tokens=tokens,
-            rollout_addresses=addresses["rollout"],
             backend=_backend(config),
             bucket_bytes=config.push.bucket_bytes,
             group_timeout=config.push.group_timeout,
@@ -182,14 +163,38 @@ async def connect_ppo(
             PooledReference(references, max_tokens_per_micro_batch=tokens) if references else None
         ),
         critic=RemoteTrainee(critic, forward_tokens=tokens) if critic is not None else None,
-        policy_version=max(
-            policy_info.policy_version, *(info.policy_version for info in rollout_infos)
-        ),
-        num_references=len(references.clients) if references else 1,
+        policy_version=max(i.policy_version for i in (policy_info, *rollout_infos)),
+        num_references=num_references,
         max_groups_in_flight=_groups_in_flight(rollout_infos),
-        judge_wants_token_ids=wants_ids,
-        judge_max_samples=max_samples,
+        judge_wants_token_ids=terms.with_token_ids,
+        judge_max_samples=terms.max_samples,
     )
+
+
+async def _open_pool(
+    client_class: type[AnyClient],
+    addresses: Sequence[str],
+    config: TrainerConfig,
+    run: Run,
+    stack: AsyncExitStack,
+) -> ReplicaPool[AnyClient]:
+    """The replicas of a role, followed from now on. Closed with `stack`.
+
+    Raises:
+        ConfigError: a file of addresses cannot be read.
+    """
+    patience, remedy = _patience(config, run)
+    pool = ReplicaPool(
+        client_class,
+        addresses,
+        _rpc(config),
+        patience=patience,
+        say=run.progress.say,
+        remedy=remedy,
+    )
+    await stack.enter_async_context(pool)
+    await pool.open()
+    return pool
 
 
 def _patience(config: TrainerConfig, run: Run) -> tuple[float, str]:
@@ -201,41 +206,68 @@ def _patience(config: TrainerConfig, run: Run) -> tuple[float, str]:
     return patience, f"{way_on(config)}; {longer_wait(flag, patience)}"
 
 
-async def _connect(config: TrainerConfig, run: Run, waited: Sequence[tuple[str, Client]]) -> None:
+async def _connect(
+    config: TrainerConfig,
+    run: Run,
+    learners: Mapping[str, LearnerClient],
+    pools: Mapping[str, ReplicaPool[Any]],
+) -> None:
     """Wait for all services of a run, and say so."""
-    with run.progress.phase("connect", total=len(waited), unit="services") as phase:
-        await _wait_all(waited, config.launch.connect_timeout, phase)
+    timeout = config.launch.connect_timeout
+    waits: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+    for role, learner in learners.items():
+        wait = partial(_wait, role, learner.address, lambda c=learner: c.wait_ready(timeout))
+        waits.append((f"{role} at {learner.address}", wait))
+    for role, pool in pools.items():
+        if pool.may_change:
+            wait = partial(_wait_listed, run, role, pool, timeout)
+            waits.append((f"{role} at {', '.join(pool.entries)}", wait))
+            continue
+        for client in pool.clients:
+            ready = partial(pool.wait_for, client, timeout)
+            wait = partial(_wait, role, client.address, ready)
+            waits.append((f"{role} at {client.address}", wait))
+    with run.progress.phase("connect", total=len(waits), unit="services") as phase:
+        await _wait_all(waits, timeout, phase)
 
 
-async def _wait_all(waited: Sequence[tuple[str, Client]], timeout: float, phase: Phase) -> None:
+async def _wait_all(
+    waits: Sequence[tuple[str, Callable[[], Awaitable[None]]]], timeout: float, phase: Phase
+) -> None:
     """Wait for services, and name in `phase` those that are not there yet."""
-    missing = [f"{role} at {client.address}" for role, client in waited]
+    missing = [name for name, _ in waits]
 
     def show() -> None:
         phase.waiting_for = f"{', '.join(missing)}, at most {timeout:g} s" if missing else ""
 
-    async def wait(role: str, client: Client) -> None:
-        await _wait(role, client, timeout)
-        missing.remove(f"{role} at {client.address}")
+    async def one(name: str, wait: Callable[[], Awaitable[None]]) -> None:
+        await wait()
+        missing.remove(name)
         phase.advance()
         show()
 
     show()
     async with asyncio.TaskGroup() as tasks:
-        for role, client in waited:
-            tasks.create_task(wait(role, client))
+        for name, wait in waits:
+            tasks.create_task(one(name, wait))
 
 
-async def _wait(role: str, client: Client, timeout: float) -> None:
+async def _wait_listed(run: Run, role: str, pool: ReplicaPool[Any], timeout: float) -> None:
+    """Wait for replicas that may change, and say who is to come."""
+    for address in await wait_listed(role, pool, timeout):
+        run.progress.say(f"{role} at {address} does not serve yet; it joins when it does")
+
+
+async def _wait(role: str, address: str, ready: Callable[[], Awaitable[None]]) -> None:
     """Wait for one service; nobody there is the user's to mend."""
     try:
-        await client.wait_ready(timeout)
+        await ready()
     except (UnavailableError, ConfigError) as error:
         raise ConfigError(
             error.message,
             reason=error.info.reason,
             field=f"{role}.address",
-            value=client.address,
+            value=address,
             remedy=error.info.remedy,
         ) from error
 
@@ -251,49 +283,10 @@ def _check_learner(
     checks.check_length(info.info, role, address, max_len=config.data.max_len)
 
 
-async def _check_rollouts(
-    config: PpoConfig, pool: ReplicaPool[RolloutClient], policy: LearnerInfo, fingerprint: str
-) -> list[RolloutInfo]:
-    infos = await pool.each(lambda client: client.get_info(include_manifest=True))
-    for client, info in zip(pool.clients, infos, strict=True):
-        checks.check_server(info.info, "rollout", client.address)
-        if config.vllm.enable_sleep:
-            checks.check_sleep(info.info, "rollout", client.address, flag="vllm.enable_sleep")
-        checks.check_tokenizer(info.info, "rollout", client.address, fingerprint=fingerprint)
-        checks.check_length(info.info, "rollout", client.address, max_len=config.data.max_len)
-        checks.check_rollout(info, client.address)
-        checks.check_manifests(policy.manifest, info, client.address)
-    return infos
-
-
-async def _check_references(
-    config: TrainerConfig, pool: ReplicaPool[RefClient], fingerprint: str
-) -> None:
-    infos = await pool.each(lambda client: client.get_info())
-    for client, answer in zip(pool.clients, infos, strict=True):
-        checks.check_server(answer.info, "ref", client.address)
-        checks.check_tokenizer(answer.info, "ref", client.address, fingerprint=fingerprint)
-        checks.check_length(answer.info, "ref", client.address, max_len=config.data.max_len)
-
-
-async def _check_rewards(pool: ReplicaPool[RewardClient], fingerprint: str) -> tuple[bool, int]:
-    """Whether token ids are of use, and how many samples a call may carry (0: any).
-
-    A reward model with the policy's tokenizer reads the ids as they are, though text would do.
-    """
-    infos = await pool.each(lambda client: client.get_info())
-    for client, info in zip(pool.clients, infos, strict=True):
-        checks.check_server(info.info, "reward", client.address)
-        checks.check_reward(info, client.address, fingerprint=fingerprint)
-    limits = [info.max_samples_per_call for info in infos if info.max_samples_per_call]
-    reads_ids = any(i.needs_token_ids or i.info.tokenizer_fingerprint == fingerprint for i in infos)
-    return reads_ids, min(limits, default=0)
-
-
 def _groups_in_flight(infos: list[RolloutInfo]) -> int:
     """What the replicas together take at once, as far as they say."""
     limits = [info.info.max_concurrent_calls for info in infos]
-    return sum(limits) if all(limits) else MAX_GROUPS_IN_FLIGHT
+    return sum(limits) if limits and all(limits) else MAX_GROUPS_IN_FLIGHT
 
 
 def _backend(config: PpoConfig) -> PushBackend | None:

@@ -23,6 +23,9 @@ def main():
     if settings.get("child"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(settings["child"]).write_text(str(child.pid))
+    if "dies_once" in settings and Path(settings["dies_once"]).exists():
+        Path(settings["dies_once"]).unlink()
+        sys.exit(3)
     if "exit" in settings:
         print("about to say why")
         print(settings.get("say", "no such model"), file=sys.stderr)

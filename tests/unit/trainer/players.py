@@ -65,11 +65,22 @@ class FakeSampler:
     in_flight: int = 0
     most_in_flight: int = 0
     version: int = 0
-    on_stale: object = None
+    catch_up: object = None
+    taken: list = field(default_factory=list)
+    """Versions that a push is known to have brought."""
     pauses: list = field(default_factory=list)
     """Modes of the pauses, and None for each resume after one."""
     naps: list = field(default_factory=list)
     """What was told to sleep or wake; a cast can give all its players the same list."""
+
+    async def to_push_to(self):
+        return ("r:1",)
+
+    def pushed(self, policy_version, result):
+        self.taken.append(policy_version)
+
+    def has(self, address, policy_version):
+        return False
 
     async def pause(self, mode):
         self.pauses.append(mode)
@@ -228,7 +239,7 @@ class FakeTrainee:
             num_micro_batches=1,
         )
 
-    async def push_weights(self, *, request_id, policy_version, addresses=None):
+    async def push_weights(self, *, request_id, policy_version, addresses):
         self.log.append(("push", policy_version))
         if self.sampler is not None and not self.refuse_push:
             self.sampler.version = policy_version

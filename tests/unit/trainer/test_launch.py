@@ -18,10 +18,10 @@ from quartet.trainer.launch import Launcher, LocalService, serve_command
 FAKE = Path(__file__).with_name("fake_service.py")
 
 
-def service(role, *, max_restarts=0, drain_seconds=20.0, remedy="", **settings):
+def service(role, *, room="learner", max_restarts=0, drain_seconds=20.0, remedy="", **settings):
     return LocalService(
         role=role,
-        room="learner",
+        room=room,
         settings=yaml.safe_dump(settings),
         max_restarts=max_restarts,
         drain_seconds=drain_seconds,
@@ -141,21 +141,53 @@ async def test_death_in_the_middle_of_a_run_is_fatal(tmp_path):
 
 
 async def test_restarts_on_the_same_port_a_few_times(tmp_path):
-    restarted = asyncio.Queue()
-
-    async def on_restart(role, address):
-        await restarted.put((role, address))
-
-    async with launcher(tmp_path, service("reward", max_restarts=1), on_restart=on_restart) as made:
+    async with launcher(tmp_path, service("reward", max_restarts=1)) as made:
         addresses = await made.start()
+        first = made.pids["reward"]
         watch = asyncio.ensure_future(made.watch())
-        os.kill(made.pids["reward"], signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
         assert await made.settle()
-        assert await restarted.get() == ("reward", addresses["reward"])
+        assert made.addresses == addresses
+        assert made.pids["reward"] != first
         assert not await made.settle(notice=0.0)
         os.kill(made.pids["reward"], signal.SIGKILL)
         with pytest.raises(ExceptionGroup, match="unhandled errors"):
             await watch
+
+
+async def test_a_lost_replica_leaves_its_work_to_the_others(tmp_path):
+    said = []
+    replicas = [service(f"rollout-{i}", room="rollout", max_restarts=0) for i in range(2)]
+    async with launcher(tmp_path, *replicas) as made:
+        await made.start()
+        made._progress.say = said.append
+        watch = asyncio.ensure_future(made.watch())
+        os.kill(made.pids["rollout-0"], signal.SIGKILL)
+        while not said:  # noqa: ASYNC110 - it says so when it has noticed
+            await asyncio.sleep(0.01)
+        (line,) = said
+        assert line.startswith("going on without it: rollout-0 ended with signal SIGKILL")
+        assert not await made.settle(notice=0.0)
+        assert not watch.done()
+        os.kill(made.pids["rollout-1"], signal.SIGKILL)
+        with pytest.raises(ExceptionGroup) as caught:
+            await watch
+    assert "rollout-1 ended with signal SIGKILL" in str(caught.value.exceptions[0])
+
+
+async def test_a_death_while_it_starts_again_is_one_more_death(tmp_path):
+    once = tmp_path / "dies once"
+    mortal = service("reward", max_restarts=2, dies_once=str(once))
+    async with launcher(tmp_path, mortal) as made:
+        addresses = await made.start()
+        once.touch()
+        watch = asyncio.ensure_future(made.watch())
+        os.kill(made.pids["reward"], signal.SIGKILL)
+        assert await made.settle()
+        assert made.addresses == addresses
+        assert not once.exists()
+        assert not watch.done()
+        watch.cancel()
 
 
 async def test_cancelled_start_leaves_nothing(tmp_path):

@@ -395,7 +395,7 @@ async def test_a_lost_push_is_tried_again(tmp_path):
     run.progress.say = said.append
     push = cast.policy.push_weights
 
-    async def first_fails(*, request_id, policy_version, addresses=None):
+    async def first_fails(*, request_id, policy_version, addresses):
         cast.policy.push_weights = push
         raise InfraError("prepare: tcp handshaker shutdown")
 
@@ -468,8 +468,7 @@ async def test_restarted_rollout_gets_the_weights_that_generation_asks_for(tmp_p
         if request.min_policy_version == 2 and cast.sampler.version == 2:
             cast.sampler.generate = generate
             cast.sampler.version = 0
-            await run.launcher.on_restart("rollout", "r:1")
-            await run.launcher.on_restart("reward", "r:2")
+            await cast.sampler.catch_up("r:1")
         return await generate(request)
 
     cast.sampler.generate = once_restarted

@@ -260,7 +260,7 @@ async def test_a_restarted_engine_gets_its_weights_from_a_learner_that_sleeps(tm
 
     async def once_restarted(request):
         cast.sampler.generate = generate
-        await run.launcher.on_restart("rollout", "r:1")
+        await cast.sampler.catch_up("r:1")
         return await generate(request)
 
     cast.sampler.generate = once_restarted

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ class Band:
     def config(self, addresses, **sections):
         merged = {role: {"address": address} for role, address in addresses.items()}
         merged["algo"] = {"advantage": {"estimator": "gae"}, "kl": {"init_coef": 0.01}}
-        merged["launch"] = {"connect_timeout": 0.5}
+        merged["launch"] = {"connect_timeout": 60.0}
         merged["rollout"] |= {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 8}
         for name, values in sections.items():
             merged[name] = merged.get(name, {}) | values
@@ -132,8 +133,161 @@ async def test_a_rollout_that_stays_behind_ends_the_run(band, tmp_path):
     band.rollout = Restarting(info("rollout"), band.rollout.manifest)
     band.rollout.script.fail("CommitWeights", InfraError("no room"), after=2)
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked at below
-        await band.play(tmp_path)
-    assert "version 0 serves" in str(first_cause(caught.value))
+        await band.play(tmp_path, launch={"connect_timeout": 2.0})
+    text = str(first_cause(caught.value))
+    assert "no rollout service for" in text
+    assert "does not have version 2: commit failed, no room" in text
+
+
+class Growing(FakeRollout):
+    """Has `change` called when it is asked for the second step, before it answers."""
+
+    change = None
+
+    async def Generate(self, request, context):
+        if self.policy_version == 2 and self.change is not None:
+            change, self.change = self.change, None
+            await change()
+        return await super().Generate(request, context)
+
+
+@pytest.fixture
+async def listed(band, tmp_path, monkeypatch):
+    """Plays a run whose replicas of a role are those of a file; `list` changes it."""
+    monkeypatch.setattr("quartet.clients.members._REREAD_SECONDS", 0.02)
+    async with AsyncExitStack() as stack:
+        yield Listed(band, tmp_path, stack)
+
+
+class Listed:
+    def __init__(self, band, folder, stack):
+        self.band, self.folder, self.stack = band, folder, stack
+        self.said = []
+
+    async def serve(self, fake):
+        return await self.stack.enter_async_context(loopback(fake))
+
+    def list(self, role, *addresses):
+        (self.folder / role).write_text("".join(f"{a}\n" for a in addresses))
+
+    async def play(self, role, **sections):
+        band = self.band
+        addresses = await band.serve(self.stack)
+        self.list(role, addresses[role])
+        self.first = addresses[role]
+        config = band.config(addresses | {role: f"file://{self.folder / role}"}, **sections)
+        run = band.cast.run(config, self.folder)
+        self.stack.push_async_callback(run.ledger.close)
+        self.stack.callback(run.progress.close)
+        run.progress.say = self.said.append
+        self.players = await connect_ppo(config, run, self.stack, fingerprint=FINGERPRINT)
+        await PpoLoop(config, run, inputs(8), self.players).run()
+        return await run.ledger.counts()
+
+    async def until_said(self, text):
+        async with asyncio.timeout(60):
+            while not any(text in line for line in self.said):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+
+
+async def test_a_rollout_that_joins_has_the_weights_before_its_first_token(band, listed):
+    band.rollout = Growing(info("rollout"), band.rollout.manifest)
+    # It was pushed to by another run: a higher version is no sign of the right weights.
+    other = FakeRollout(info("rollout", replica="new"), band.rollout.manifest)
+    other.policy_version = other.weights = 40
+
+    async def change():
+        address = await listed.serve(other)
+        listed.list("rollout", address)
+        # The first is off the list, and its calls end; later ones go to the other.
+        await listed.until_said("is off the list")
+        async with asyncio.timeout(60):
+            await other.script.until(lambda: other.policy_version == 2)
+
+    band.rollout.change = change
+    rollout = {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 1024}
+    counts = await listed.play("rollout", rollout=rollout | {"max_groups_in_flight": 1})
+    assert counts == {"trained": 16}
+    assert other.script.count("Generate") > 0
+    asked = [c.request.min_policy_version for c in other.script.calls if c.method == "Generate"]
+    assert set(asked) == {2}
+    methods = [c.method for c in other.script.calls]
+    assert methods.index("CommitWeights") < methods.index("Generate")
+    gaps = [m["rollout_logprob_gap"] for m in band.cast.metrics]
+    assert gaps == pytest.approx([0, 0], abs=1e-6)
+    # The push after the second step went to those who are on the list.
+    assert (band.rollout.policy_version, other.policy_version) == (2, 3)
+
+
+async def test_a_rollout_that_joins_and_does_not_fit_is_left_out(band, listed):
+    band.rollout = Growing(info("rollout"), band.rollout.manifest)
+    other = FakeRollout(info("rollout"), manifest("model.a"))
+
+    async def change():
+        listed.list("rollout", listed.first, await listed.serve(other))
+        await listed.until_said("is left out")
+
+    band.rollout.change = change
+    assert await listed.play("rollout") == {"trained": 16}
+    (line,) = [line for line in listed.said if "is left out" in line]
+    assert "holds another model than the policy" in line
+    assert {"CommitWeights", "Generate"}.isdisjoint(c.method for c in other.script.calls)
+
+
+async def test_a_push_that_misses_a_replica_is_made_up_for_by_one_to_it_alone(band, listed):
+    other = FakeRollout(info("rollout", replica="other"), band.rollout.manifest)
+    other.script.fail("CommitWeights", InfraError("no room"), after=1, times=1)
+    address = await listed.serve(other)
+    serve = band.serve
+
+    async def both(stack):
+        addresses = await serve(stack)
+        addresses["rollout"] += f",{address}"
+        return addresses
+
+    band.serve = both
+    assert await listed.play("reward") == {"trained": 16}
+    assert any(f"{address} does not have version 2: commit failed" in s for s in listed.said)
+    pushes = [c.request for c in band.learner.script.calls if c.method == "PushWeights"]
+    assert [(p.policy_version, len(p.addresses)) for p in pushes] == [
+        (1, 2),
+        (2, 2),
+        (2, 1),
+        (3, 2),
+    ]
+    assert pushes[2].addresses == (address,)
+    assert (band.rollout.policy_version, other.policy_version) == (3, 3)
+
+
+async def test_rewards_are_replaced_one_by_one(band, listed):
+    band.rollout = Growing(info("rollout"), band.rollout.manifest)
+    unfit = FakeReward(info=info("reward"))
+    unfit.info = replace(unfit.info, max_samples_per_call=1)
+    other = FakeReward(info=info("reward"))
+
+    async def change():
+        listed.list("reward", await listed.serve(unfit), await listed.serve(other))
+        await listed.until_said("is left out")
+
+    band.rollout.change = change
+    assert await listed.play("reward") == {"trained": 16}
+    assert "takes 1 samples a call, and calls may have any number" in " ".join(listed.said)
+    assert band.reward.script.count("Score") > 0
+    assert other.script.count("Score") > 0
+    assert unfit.script.count("Score") == 0
+
+
+async def test_a_list_without_anybody_is_named(band, listed):
+    nobody = {"address": f"file://{listed.folder / 'nobody'}"}
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked at below
+        await listed.play("ref", ref=nobody)
+    assert "nobody cannot be read: No such file" in str(first_cause(caught.value))
+    listed.list("nobody")
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked at below
+        await listed.play("ref", ref=nobody, launch={"connect_timeout": 3.0})
+    text = str(first_cause(caught.value))
+    assert "no ref service at file://" in text
+    assert "the list of addresses is empty" in text
 
 
 async def fails(band, folder, **sections):
@@ -147,8 +301,10 @@ async def fails(band, folder, **sections):
 
 
 async def test_nobody_listens(band, tmp_path, unused_port):
-    text = await fails(band, tmp_path, ref={"address": f"127.0.0.1:{unused_port}"})
-    assert f"no ref service at 127.0.0.1:{unused_port} after 0.5 s" in text
+    short = {"connect_timeout": 3.0}
+    ref = {"address": f"127.0.0.1:{unused_port}"}
+    text = await fails(band, tmp_path, ref=ref, launch=short)
+    assert f"no ref service at 127.0.0.1:{unused_port} after 3." in text
 
 
 @pytest.fixture
@@ -166,7 +322,7 @@ async def test_a_service_that_is_gone_is_waited_for_aloud(band, tmp_path):
         addresses = await band.serve(stack)
         gone = await stack.enter_async_context(AsyncExitStack())
         addresses["ref"] = await gone.enter_async_context(loopback(FakeRef(info("ref"))))
-        config = band.config(addresses)
+        config = band.config(addresses, launch={"connect_timeout": 3.0})
         run = band.cast.run(config, tmp_path)
         stack.push_async_callback(run.ledger.close)
         stack.callback(run.progress.close)
@@ -177,7 +333,7 @@ async def test_a_service_that_is_gone_is_waited_for_aloud(band, tmp_path):
             await players.reference.compute_logprobs([SequenceBatch.of([[1, 2]])], temperature=1.0)
     assert any(line.startswith(f"waiting for ref at {addresses['ref']} (") for line in said)
     assert "(start it again and begin anew; " in str(caught.value)
-    assert "--launch.connect_timeout, now 0.5, sets" in str(caught.value)
+    assert "--launch.connect_timeout, now 3, sets" in str(caught.value)
 
 
 async def test_connecting_names_whoever_is_missing(band, tmp_path, unused_port):
@@ -195,15 +351,15 @@ async def test_connecting_names_whoever_is_missing(band, tmp_path, unused_port):
     gone = f"127.0.0.1:{unused_port}"
     async with AsyncExitStack() as stack:
         there = await stack.enter_async_context(loopback(band.reward))
-        waited = [
-            (role, await stack.enter_async_context(client(address)))
-            for role, client, address in (
-                ("ref", RefClient, gone),
-                ("reward", RewardClient, there),
-            )
-        ]
+        waits = []
+        for role, client_class, address in (
+            ("ref", RefClient, gone),
+            ("reward", RewardClient, there),
+        ):
+            client = await stack.enter_async_context(client_class(address))
+            waits.append((f"{role} at {address}", partial(client.wait_ready, 0.5)))
         with pytest.raises(BaseExceptionGroup):
-            await _wait_all(waited, 0.5, Phase())
+            await _wait_all(waits, 0.5, Phase())
     assert shown == [
         f"ref at {gone}, reward at {there}, at most 0.5 s",
         f"ref at {gone}, at most 0.5 s",

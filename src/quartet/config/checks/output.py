@@ -11,6 +11,8 @@ from quartet.config.rpc import is_local
 from quartet.config.tree import leaves, value_of, wrong
 from quartet.errors import ConfigError
 
+FILE_SCHEME = "file://"
+"""A file with addresses, which may change: for roles with replicas."""
 _HOST_PORT = re.compile(r"^(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})$")
 
 
@@ -44,6 +46,11 @@ def check_addresses(config: TrainerConfig) -> Iterator[ConfigError]:
             continue
         entries = split_list(value_of(config, name))
         for entry in entries:
+            if entry.startswith(FILE_SCHEME) and not name.startswith(("learner.", "critic.")):
+                # Its lines are looked at when it is read.
+                if not entry.removeprefix(FILE_SCHEME).startswith("/"):
+                    yield wrong(name, entry, "has no absolute path", "write file:///path")
+                continue
             if _dialable(entry) and not config.rpc.insecure and not _stays_here(entry):
                 yield wrong(
                     name,
@@ -56,7 +63,7 @@ def check_addresses(config: TrainerConfig) -> Iterator[ConfigError]:
                     name,
                     entry,
                     "is no address",
-                    "write host:port, unix:/path or dns:///name:port",
+                    "write host:port, unix:/path, dns:///name:port, or file:///path for several",
                 )
         if len(entries) > 1 and name.startswith(("learner.", "critic.")):
             yield wrong(
