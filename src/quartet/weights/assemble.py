@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import itertools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -120,6 +120,7 @@ class _Attempt:
         ends = list(itertools.accumulate((m.num_ranks for m in members), initial=1))
         self._first_ranks = dict(zip(members, ends, strict=False))
         self._world_size = ends[-1]
+        self._refused: set[Member] = set()
 
     async def run(self) -> SendLane | None:
         """All members READY: the way to them. Else the guilty have failed, the rest is aborted."""
@@ -132,7 +133,9 @@ class _Attempt:
             return None
         group = await self._form(store, host)
         if group is None:
-            await abort_all(self._members, self._epoch, "another replica did not join")
+            # One that refused has nothing of this push; its epoch may be another sender's there.
+            joined = [m for m in self._members if m not in self._refused]
+            begin_abort_all(joined, self._epoch, "another replica did not join")
             return None
         transport = GroupTransport(group)
         lane = SendLane(self._plan.buckets, transport, timeout=self._plan.group_timeout)
@@ -140,7 +143,7 @@ class _Attempt:
             return lane
         lane.break_off("not all replicas were READY")
         lane.close()
-        await abort_all(self._members, self._epoch, "another replica did not begin to receive")
+        begin_abort_all(self._members, self._epoch, "another replica did not begin to receive")
         return None
 
     async def _form(self, store: SenderStore, host: str) -> BroadcastGroup | None:
@@ -165,15 +168,17 @@ class _Attempt:
             for m, rank in self._first_ranks.items()
         }
         try:
-            _, pending = await asyncio.wait(
-                {own, *calls.values()},
-                timeout=plan.group_timeout + _GRACE,
-                return_when=asyncio.FIRST_EXCEPTION,
-            )
+            pending = await _wait_for_all({own, *calls.values()}, plan.group_timeout)
+            if own in pending:  # those who wait for the late one are about to say so
+                pending = await _wait_for_all(pending, _GRACE)
             errors = {m: _error_of(call) for m, call in calls.items()}
             if not pending and not any(errors.values()) and own.exception() is None:
                 return own.result()
             late = any(isinstance(e, TimeoutError) for e in (*errors.values(), _error_of(own)))
+            if own.done() and not any((*errors.values(), own.exception())):
+                # All have met, and some do not say so: they are the ones that stand still.
+                silent = TimeoutError(f"no answer within {plan.group_timeout:g} s")
+                errors = {m: silent if c in pending else None for m, c in calls.items()}
             self._blame(errors, await self._arrived(store, host), late=late or own in pending)
             own.add_done_callback(_close_late_group)
             return None
@@ -222,6 +227,7 @@ class _Attempt:
         absent = {m: e for m, e in errors.items() if m not in arrived}
         lost = {m: e for m, e in absent.items() if e is not None}
         guilty = refused or lost or (absent if late else {}) or failed or errors
+        self._refused = set(refused)
         for member, error in guilty.items():
             member.fail("prepare", error or f"did not join within {self._plan.group_timeout:g} s")
 
@@ -246,6 +252,13 @@ async def await_ready(
     for member in members:
         await member.stop_watching()
     return False
+
+
+def begin_abort_all(members: Sequence[Member], epoch: int, cause: str) -> None:
+    """The same without a wait: a replica that stands still must not hold up the others' push."""
+    request = AbortWeightsRequest(epoch=epoch, cause=cause)
+    for member in members:
+        member.begin_abort(request, timeout=ABORT_SECONDS)
 
 
 async def abort_all(members: Sequence[Member], epoch: int, cause: str) -> None:
@@ -286,6 +299,14 @@ def split_address(address: str) -> tuple[str, int]:
             remedy="write host:port",
         )
     return parts.hostname, parts.port or 1
+
+
+async def _wait_for_all(
+    calls: Iterable[asyncio.Future[Any]], timeout: float
+) -> set[asyncio.Future[Any]]:
+    """Wait until all are done or one has failed; those that are not done."""
+    _, pending = await asyncio.wait(calls, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+    return pending
 
 
 def _error_of(call: asyncio.Future[Any]) -> BaseException | None:

@@ -122,6 +122,54 @@ async def test_a_replica_that_is_late_is_left_out_and_those_who_wait_are_not_bla
     assert "did not join" in result.replicas[2].error
 
 
+async def test_a_replica_that_joins_and_does_not_say_so_is_blamed_alone(three):
+    joins = three[1].inbox.prepare
+
+    async def in_silence(request):
+        await joins(request)
+        await asyncio.Event().wait()
+
+    three[1].inbox.prepare = in_silence
+    result = await push(three, group_timeout=1.0)
+    assert [r.committed for r in result.replicas] == [True, False, True]
+    assert result.replicas[1].failed_phase == "prepare"
+    assert "no answer within 1 s" in result.replicas[1].error
+
+
+async def test_a_replica_that_hears_nothing_does_not_hold_up_the_others(three):
+    """The others' push goes on while the call that tells it of the end is still under way."""
+    telling, told = [], asyncio.Event()
+
+    async def tell():
+        telling.append(told)
+        await told.wait()
+
+    async def commit():
+        assert telling
+        told.set()
+
+    three[2].before |= {"prepare": asyncio.Event().wait, "abort": tell}
+    three[0].before["commit"] = commit
+    result = await push(three, group_timeout=1.0)
+    assert [r.committed for r in result.replicas] == [True, True, False]
+    assert told.is_set()
+
+
+async def test_a_push_of_the_same_epoch_is_refused_and_does_not_end_the_first(three):
+    second = []
+
+    async def push_again():
+        second.append(await push(three, policy_version=8))
+
+    three[0].before["commit"] = push_again
+    result = await push(three)
+    assert [r.committed for r in result.replicas] == [True] * 3
+    assert [r.version for r in three] == [7] * 3
+    assert [r.failed_phase for r in second[0].replicas] == ["prepare"] * 3
+    # The others have committed, and know that epoch too.
+    assert all("is not newer than" in r.error for r in second[0].replicas)
+
+
 async def test_a_replica_that_never_gets_ready_is_left_out(three):
     three[0].before["receive"] = asyncio.Event().wait
     result = await push(three, group_timeout=1.0)
