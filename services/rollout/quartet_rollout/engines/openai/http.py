@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from quartet.errors import ConfigError, FatalError, InfraError, QuartetError, RequestError
+from quartet.errors import ConfigError, InfraError, QuartetError, RequestError
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
@@ -80,7 +80,7 @@ class Server:
         Raises:
             InfraError: Nobody is there (SERVER_DOWN), no answer in time, or the server failed.
             RequestError: The server refuses the request, or has no such path (SERVER_HAS_NOT).
-            FatalError: It refuses the key.
+            ConfigError: It refuses the key.
         """
         return await self._call("POST", path, seconds, json=body, params=query)
 
@@ -100,7 +100,7 @@ class Server:
                     )
                 async for event in _events(response.content):
                     take(event)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise self._down(error) from error
 
     async def _call(self, method: str, path: str, seconds: float, **arguments: Any) -> Any:
@@ -118,7 +118,7 @@ class Server:
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise self._down(error) from error
-        except ValueError as error:
+        except json.JSONDecodeError as error:
             raise InfraError(f"{url} answers no JSON", reason="ANSWER_MALFORMED") from error
 
     async def _check_status(self, path: str, response: aiohttp.ClientResponse) -> None:
@@ -161,17 +161,21 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Any]:
     async for piece in content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
         if len(rest) > _LONGEST_LINE:
-            raise ValueError("a line of the answer is too long")
+            raise InfraError("a line of the answer is too long", reason="ANSWER_MALFORMED")
         for line in lines:
             if not line.startswith(b"data:"):
                 continue
             text = line.removeprefix(b"data:").strip()
             if text == b"[DONE]":
                 return
-            yield _checked(json.loads(text))
+            yield _checked(text)
 
 
-def _checked(event: Any) -> Any:
+def _checked(text: bytes) -> Any:
+    try:
+        event = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InfraError("an event of the answer is no JSON", reason="ANSWER_MALFORMED") from error
     if isinstance(event, dict) and event.get("error"):
         raise InfraError(
             f"the server failed: {_message(json.dumps(event))}", reason="ENGINE_FAILED"
@@ -193,7 +197,7 @@ def _message(text: str) -> str:
 def _refusal(url: str, status: int, message: str) -> QuartetError:
     said = f"{url} answers {status}: {message}"
     if status in (401, 403):
-        return FatalError(
+        return ConfigError(
             said,
             reason="SERVER_KEY_REFUSED",
             field="rollout.server_key",

@@ -134,6 +134,8 @@ class _Asking:
         reading = Reading()
         try:
             await self._server.stream("/v1/completions", sample.body(self._model), reading.take)
+        except ConfigError:
+            raise
         except RequestError as error:
             raise self._lacks(f"refuses a completion: {error.message}", "see its log") from error
         except InfraError as error:
@@ -175,6 +177,8 @@ async def _model_of(server: Server, wanted: str | None) -> tuple[str, int | None
     """Name and longest sequence of the model to ask for."""
     try:
         answer = await server.get("/v1/models")
+    except ConfigError:
+        raise
     except RequestError as error:
         raise ConfigError(
             f"the server at {server.url} does not say which models it has: {error.message}",

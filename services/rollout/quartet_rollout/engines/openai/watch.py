@@ -78,7 +78,7 @@ async def _is_there(server: Server) -> bool:
         await server.get("/health", seconds=_HEALTH_SECONDS)
     except QuartetError as error:
         # Not every server has this path; one that is busy answers late.
-        return error.info.reason in ("SERVER_HAS_NOT", "SERVER_LATE", "ANSWER_MALFORMED")
+        return error.info.reason not in ("SERVER_DOWN", "ENGINE_FAILED")
     return True
 
 

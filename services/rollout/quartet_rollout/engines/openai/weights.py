@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -170,8 +170,9 @@ class VllmDoor:
         """All workers read one folder."""
         self._is_loading = True
         try:
-            async with _Written(tensors, self._model_folder, self._parent) as folder:
-                await self._load_folder(str(folder))
+            held = list(tensors)
+            async with _Written(held, self._model_folder, self._parent) as folder:
+                await self._load_folder(str(folder), len(held))
             await self._set_name(policy_version)
         finally:
             self._is_loading = False
@@ -182,13 +183,15 @@ class VllmDoor:
         now = (await self._server.get("/weight_info"))["weight_version"]
         return not (was_loading or self._is_loading) and now not in (before, self._name)
 
-    async def _load_folder(self, folder: str) -> None:
+    async def _load_folder(self, folder: str, num_tensors: int | None = None) -> None:
         method, key = ("reload_weights", "weights_path")
         if self._has_extension:
             method, key = ("quartet_load_folder", "folder")
         arguments = {key: folder} if folder else {}
         call: dict[str, Any] = {"method": method, "kwargs": arguments}
-        await self._server.post("/collective_rpc", call, seconds=LOAD_SECONDS)
+        answer = await self._server.post("/collective_rpc", call, seconds=LOAD_SECONDS)
+        if self._has_extension and folder and num_tensors is not None:
+            _check_taken(answer["results"], num_tensors)
         # Also of what runs for others: it goes on with keys and values of the new weights.
         answer = await self._server.post(
             "/reset_prefix_cache", query={"reset_running_requests": "true"}
@@ -200,6 +203,16 @@ class VllmDoor:
         name = f"{self._owner}-{policy_version}"
         await self._server.post("/update_weight_version", {"new_version": name})
         self._name = name
+
+
+def _check_taken(results: Sequence[Mapping[str, int]], wanted: int) -> None:
+    """Each worker has taken all tensors: vLLM keeps the old ones of what a folder lacks."""
+    for rank, result in enumerate(results):
+        if result["tensors"] != wanted:
+            raise InfraError(
+                f"worker {rank} found {result['tensors']} of {wanted} tensors in the folder",
+                reason="WEIGHTS_INCOMPLETE",
+            )
 
 
 class _Written:

@@ -3,14 +3,12 @@
 The server is started with `--worker-extension-cls` and the full name of `FolderSwap`. vLLM imports
 this file there by name, so it must import nothing that a server does not need.
 """
-# pyright: reportMissingImports=false
-# vLLM lives in an environment of its own, beside another transformers than the rest pins.
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -33,20 +31,13 @@ class FolderSwap:
         Returns:
             How many tensors were taken: {"tensors": 0} for the server's own model.
         """
-        from quartet_rollout.engines.vllm.worker import (
-            _refresh_tied_heads,  # pyright: ignore[reportPrivateUsage]
-        )
+        from quartet_rollout.engines.vllm.reload import reload
 
-        worker: Any = self
         files = sorted(Path(folder).glob("*.safetensors")) if folder else []
         if folder and not files:
             raise FileNotFoundError(f"there is no *.safetensors in {folder}")
         count = [0]
-        if files:
-            worker.reload_weights(weights_iterator=_tensors(files, count))
-        else:
-            worker.reload_weights()
-        _refresh_tied_heads(worker.model_runner.get_model())
+        reload(self, _tensors(files, count) if files else None)
         return {"tensors": count[0]}
 
 

@@ -8,9 +8,10 @@ gate.py         who may be in the engine: many calls, or one alone, or nobody
 handover.py     tensors for another process, in a file in memory
 library.py      the calls of vLLM that this service makes
 worker.py       what runs inside vLLM's workers: swapping weights
+reload.py       new weights in one worker, and what vLLM's own reload lacks
 engine.py       the Engine that the room sees
 
-vLLM is imported by library.py and worker.py alone, when an engine is opened, never before.
+vLLM is imported by library.py and reload.py alone, when an engine is opened, never before.
 """
 
 from quartet_rollout.engines.vllm.engine import open_engine
