@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quartet.errors import FatalError, InfraError
 from quartet.weights.clock import PushClock
@@ -166,7 +166,7 @@ class SendLane:
             self._await(parcel.sent, left, name)
             self._await(parcel.digest, self._timeout, f"the digest of {name}")
 
-    def _await(self, job: Future[None] | Future[str], left: float, name: str) -> None:
+    def _await(self, job: Future[Any], left: float, name: str) -> None:
         """Wait `left` seconds for one of a bucket's jobs; break off when it is late or fails."""
         done, _ = concurrent.futures.wait(
             {job, self._broken}, timeout=left, return_when=concurrent.futures.FIRST_COMPLETED
