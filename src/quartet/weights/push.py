@@ -25,6 +25,7 @@ from quartet.errors import ConfigError
 from quartet.types import PushBackend, PushResult, Rendezvous, WeightManifest
 from quartet.types.requests import CommitWeightsRequest, ReceiveWeightsRequest
 from quartet.weights.assemble import PushPlan, abort_all, assemble_group
+from quartet.weights.clock import PushClock
 from quartet.weights.lane import SendLane, TensorSource
 from quartet.weights.manifest import total_bytes
 from quartet.weights.member import Member, PushTarget
@@ -47,6 +48,7 @@ async def push_weights(
     folder: str = "",
     executor: Executor | None = None,
     device: str = "cuda",
+    clock: PushClock | None = None,
 ) -> PushResult:
     """Bring weights to all replicas that will take them.
 
@@ -64,6 +66,7 @@ async def push_weights(
         folder: For backend file: a folder on a disk that all replicas see.
         executor: Runs the source, on the thread that owns the model; None takes a new thread.
         device: Where the buffers of backend nccl lie.
+        clock: Where the source notes how long gathers and packing take.
 
     Returns:
         What became of each replica, in the order of `replicas`. Failures of replicas are told
@@ -80,7 +83,7 @@ async def push_weights(
         group_timeout=group_timeout,
         device=device,
     )
-    push = _Push(plan, replicas, tensors, executor, commit_timeout)
+    push = _Push(plan, replicas, tensors, executor, commit_timeout, clock or PushClock())
     if backend is PushBackend.FILE:
         return await push.by_files(epoch, folder)
     if backend in (PushBackend.GLOO, PushBackend.NCCL):
@@ -103,12 +106,14 @@ class _Push:
         source: TensorSource,
         executor: Executor | None,
         commit_timeout: float,
+        clock: PushClock,
     ) -> None:
         self._plan = plan
         self._members = [Member(target) for target in replicas]
         self._source = source
         self._executor = executor
         self._commit_timeout = commit_timeout
+        self._clock = clock
 
     async def by_group(self, epoch: int) -> PushResult:
         """Assemble, broadcast, commit."""
@@ -174,6 +179,7 @@ class _Push:
 
     async def _drain(self, lane: SendLane) -> None:
         """Run the source to its end on its own thread; a cancelled push still does."""
+        lane.clock = self._clock
         if self._executor is not None:
             job = self._executor.submit(lane.pump, self._source)
         else:
@@ -236,6 +242,10 @@ class _Push:
             prepare_seconds=prepared - begun,
             transfer_seconds=received - lane.started if lane.started else 0.0,
             commit_seconds=time.monotonic() - received,
+            gather_seconds=self._clock.seconds("gather"),
+            pack_seconds=self._clock.seconds("pack"),
+            digest_seconds=self._clock.seconds("digest"),
+            broadcast_seconds=self._clock.seconds("broadcast"),
         )
         for member in (m for m in self._members if m.failed):
             log.warning(
