@@ -330,6 +330,17 @@ GOLDENS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
         codec.encode_push_result,
         codec.decode_push_result,
     ),
+    "push_result_phases": (
+        types.PushResult(
+            replicas=(types.ReplicaPushResult(address="h:1", replica="r-1", committed=True),),
+            gather_seconds=0.5,
+            pack_seconds=0.25,
+            digest_seconds=0.125,
+            broadcast_seconds=1.5,
+        ),
+        codec.encode_push_result,
+        codec.decode_push_result,
+    ),
 }
 """By file name: the value, its encoder, its decoder."""
 

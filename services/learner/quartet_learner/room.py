@@ -168,8 +168,9 @@ class LearnerRoom:
             InfraError: no replica serves them; the message names each with its cause.
         """
         from quartet.clients import RolloutClient
-        from quartet.weights import push_weights
+        from quartet.weights import PushClock, push_weights
 
+        clock = PushClock()
         info = self.info()
         if info.head is not Head.LM or info.manifest is None:
             raise StateError(
@@ -186,7 +187,7 @@ class LearnerRoom:
         try:
             result = await push_weights(
                 manifest=manifest,
-                tensors=lambda: conductor.buckets(manifest),
+                tensors=lambda: conductor.buckets(manifest, clock),
                 replicas=clients,
                 epoch=time.time_ns(),
                 policy_version=request.policy_version,
@@ -197,6 +198,7 @@ class LearnerRoom:
                 folder=request.folder,
                 executor=self._executor,
                 device=str(conductor.engine.group.device),
+                clock=clock,
             )
         finally:
             await asyncio.gather(*(client.close() for client in clients))
@@ -221,7 +223,7 @@ class LearnerRoom:
         self._policy_version = request.policy_version
         metrics.POLICY_VERSION.set(request.policy_version)
         metrics.PUSHED_BYTES.inc(result.total_bytes)
-        for phase in ("prepare", "transfer", "commit"):
+        for phase in ("prepare", "transfer", "commit", "gather", "pack", "digest", "broadcast"):
             metrics.PUSH_DURATION.labels(phase).observe(getattr(result, f"{phase}_seconds"))
 
     async def _forward(self, requests: Sequence[ForwardRequest]) -> list[ForwardResult]:

@@ -312,6 +312,10 @@ def encode_push_result(result: PushResult) -> pb.PushWeightsResponse:
         transfer_time=encode_duration(result.transfer_seconds),
         commit_time=encode_duration(result.commit_seconds),
         digest=result.digest,
+        gather_time=encode_duration(result.gather_seconds),
+        pack_time=encode_duration(result.pack_seconds),
+        digest_time=encode_duration(result.digest_seconds),
+        broadcast_time=encode_duration(result.broadcast_seconds),
     )
 
 
@@ -327,6 +331,10 @@ def decode_push_result(message: pb.PushWeightsResponse) -> PushResult:
         transfer_seconds=decode_duration(message.transfer_time, "transfer_time"),
         commit_seconds=decode_duration(message.commit_time, "commit_time"),
         digest=message.digest,
+        gather_seconds=decode_duration(message.gather_time, "gather_time"),
+        pack_seconds=decode_duration(message.pack_time, "pack_time"),
+        digest_seconds=decode_duration(message.digest_time, "digest_time"),
+        broadcast_seconds=decode_duration(message.broadcast_time, "broadcast_time"),
     )
 
 

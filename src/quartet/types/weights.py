@@ -105,3 +105,9 @@ class PushResult:
     transfer_seconds: float = 0.0
     commit_seconds: float = 0.0
     digest: str = ""
+    gather_seconds: float = 0.0
+    """This and those below: summed over the buckets. They run beside one another."""
+    pack_seconds: float = 0.0
+    digest_seconds: float = 0.0
+    broadcast_seconds: float = 0.0
+    """Buckets on their way, or being written to files."""

@@ -56,7 +56,7 @@ class SendLane:
     Without a transport it drains the source and sends nothing: all replicas have refused.
 
     Attributes:
-        clock: Where the time goes.
+        clock: Where the time goes; another may take its place before anything is sent.
         num_sent: Buckets that were given to the transport.
         started: When the first bucket left, by time.monotonic(); 0 before.
     """
@@ -67,7 +67,6 @@ class SendLane:
         transport: Transport | None,
         *,
         timeout: float,
-        clock: PushClock | None = None,
     ) -> None:
         self._buckets = buckets
         self._timeout = timeout
@@ -77,7 +76,7 @@ class SendLane:
         self._digests: list[Future[str]] = []
         self._broken: Future[None] = Future()
         self._lock = threading.Lock()
-        self.clock = clock or PushClock()
+        self.clock = PushClock()
         self.error = ""
         self.started = 0.0
 

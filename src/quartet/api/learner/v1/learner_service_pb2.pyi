@@ -1033,7 +1033,7 @@ Global___PushWeightsRequest: _TypeAlias = PushWeightsRequest  # noqa: Y015
 @_typing.final
 class PushWeightsResponse(_message.Message):
     """Answer of PushWeights. It fails as a call only when no replica committed.
-    Next ID: 8.
+    Next ID: 12.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1045,6 +1045,10 @@ class PushWeightsResponse(_message.Message):
     TRANSFER_TIME_FIELD_NUMBER: _builtins.int
     COMMIT_TIME_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    GATHER_TIME_FIELD_NUMBER: _builtins.int
+    PACK_TIME_FIELD_NUMBER: _builtins.int
+    DIGEST_TIME_FIELD_NUMBER: _builtins.int
+    BROADCAST_TIME_FIELD_NUMBER: _builtins.int
     total_bytes: _builtins.int
     """Bytes broadcast."""
     num_buckets: _builtins.int
@@ -1067,6 +1071,24 @@ class PushWeightsResponse(_message.Message):
     def commit_time(self) -> _duration_pb2.Duration:
         """Time in CommitWeights."""
 
+    @_builtins.property
+    def gather_time(self) -> _duration_pb2.Duration:
+        """Time in gathers of the learner's ranks. This and the times below are sums over the buckets; what they count
+        runs at the same time, so together they may be longer than transfer_time.
+        """
+
+    @_builtins.property
+    def pack_time(self) -> _duration_pb2.Duration:
+        """Time in laying tensors end to end."""
+
+    @_builtins.property
+    def digest_time(self) -> _duration_pb2.Duration:
+        """Time in computing digests."""
+
+    @_builtins.property
+    def broadcast_time(self) -> _duration_pb2.Duration:
+        """Time in which a bucket was on its way, or was written to a file."""
+
     def __init__(
         self,
         *,
@@ -1077,10 +1099,14 @@ class PushWeightsResponse(_message.Message):
         transfer_time: _duration_pb2.Duration | None = ...,
         commit_time: _duration_pb2.Duration | None = ...,
         digest: _builtins.str = ...,
+        gather_time: _duration_pb2.Duration | None = ...,
+        pack_time: _duration_pb2.Duration | None = ...,
+        digest_time: _duration_pb2.Duration | None = ...,
+        broadcast_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "prepare_time", b"prepare_time", "transfer_time", b"transfer_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["broadcast_time", b"broadcast_time", "commit_time", b"commit_time", "digest_time", b"digest_time", "gather_time", b"gather_time", "pack_time", b"pack_time", "prepare_time", b"prepare_time", "transfer_time", b"transfer_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "digest", b"digest", "num_buckets", b"num_buckets", "prepare_time", b"prepare_time", "replicas", b"replicas", "total_bytes", b"total_bytes", "transfer_time", b"transfer_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broadcast_time", b"broadcast_time", "commit_time", b"commit_time", "digest", b"digest", "digest_time", b"digest_time", "gather_time", b"gather_time", "num_buckets", b"num_buckets", "pack_time", b"pack_time", "prepare_time", b"prepare_time", "replicas", b"replicas", "total_bytes", b"total_bytes", "transfer_time", b"transfer_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
