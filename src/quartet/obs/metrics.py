@@ -106,7 +106,8 @@ STEP_DURATION = Histogram(
 )
 PUSH_DURATION = Histogram(
     "quartet_weights_push_duration_seconds",
-    "Time of one weight push, by phase: prepare, transfer, commit.",
+    "Time of one weight push, by phase: prepare, transfer, commit; and what the sender did in it, "
+    "side by side: gather, pack, digest, broadcast.",
     ["phase"],
     registry=REGISTRY,
     buckets=_SECONDS,
