@@ -88,7 +88,7 @@ async def assemble_group(
     Returns:
         The way to the members that have not failed, and the epoch that stands.
     """
-    await asyncio.gather(*(_ask_ranks(m, plan) for m in members if not m.failed))
+    await asyncio.gather(*(ask_ranks(m, plan) for m in members if not m.failed))
     remaining = [m for m in members if not m.failed]
     while remaining:
         lane = await _Attempt(remaining, plan, epoch).run()
@@ -99,7 +99,7 @@ async def assemble_group(
     return SendLane(plan.buckets, None, timeout=plan.group_timeout), epoch
 
 
-async def _ask_ranks(member: Member, plan: PushPlan) -> None:
+async def ask_ranks(member: Member, plan: PushPlan) -> None:
     """Learn how many ranks a replica takes: an engine's workers may each be a member."""
     try:
         info = await member.target.get_info(timeout=plan.group_timeout)

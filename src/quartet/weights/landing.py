@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from quartet.errors import InfraError, RequestError
-from quartet.types import PushBackend
+from quartet.types import IpcSegment, PushBackend
 from quartet.types.requests import PrepareWeightsRequest
 from quartet.weights.digest import bucket_digest
 from quartet.weights.group import (
@@ -20,6 +20,7 @@ from quartet.weights.group import (
     join_address,
     local_address_towards,
 )
+from quartet.weights.ipc import IpcTransport, Segment, open_segment, out_of_reach, segment_layout
 from quartet.weights.manifest import Bucket, plan_buckets
 from quartet.weights.tensors import empty_bucket, unpack_bucket
 from quartet.weights.transport import FileTransport, GroupTransport, Transport
@@ -206,6 +207,62 @@ class OwnLanding:
         return digest
 
 
+class IpcLanding:
+    """Stages nothing: the tensors wait in the sender's memory, where this process reads them."""
+
+    def __init__(self, request: PrepareWeightsRequest) -> None:
+        self._handle = request.rendezvous.ipc
+        self._buckets = plan_buckets(request.manifest)
+        self._reader = Worker(f"quartet-ipc-{request.epoch}")
+        self._segment: Segment | None = None
+        self._memory: IpcTransport | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """This process."""
+        return 1
+
+    async def join(self) -> None:
+        """Open the sender's memory; RequestError where this process cannot see it."""
+        await asyncio.wrap_future(self._reader.submit(self._open))
+
+    async def receive(self, bucket: Bucket) -> None:
+        """It is there: the sender writes all before it asks for the first."""
+
+    async def digest(self, bucket: Bucket) -> str:
+        """Of the bytes as this process sees them."""
+        return await asyncio.wrap_future(self._reader.submit(self._digest, bucket))
+
+    def tensors(self) -> NamedTensors:
+        """Views of the sender's memory."""
+        assert self._memory is not None, "join comes first"
+        for bucket in self._buckets:
+            yield from unpack_bucket(bucket, self._memory.flat(bucket))
+
+    def close(self, *, abort: bool) -> None:
+        """Let go; a GPU's memory not before the copies of a commit have left it.
+
+        The sender frees it when the commit is answered, so that is waited for here.
+        """
+        if not abort and self._segment is not None:
+            self._segment.settle()
+            self._segment.close()
+        self._reader.submit(self._close)  # after a digest that is being computed
+        self._reader.close()
+
+    def _open(self) -> None:
+        self._segment = _open_memory(self._handle, self._buckets)
+        self._memory = IpcTransport(self._segment, self._buckets)
+
+    def _digest(self, bucket: Bucket) -> str:
+        assert self._memory is not None, "join comes first"
+        return bucket_digest(self._memory.flat(bucket))
+
+    def _close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+
+
 def _leave_default_stream(device: str) -> None:
     """Let this thread's work on a GPU not queue behind the engine's."""
     import torch
@@ -216,8 +273,10 @@ def _leave_default_stream(device: str) -> None:
     torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def own_landing(request: PrepareWeightsRequest, device: str) -> OwnLanding:
-    """A landing in memory of this process; of `device` for NCCL."""
+def own_landing(request: PrepareWeightsRequest, device: str) -> Landing:
+    """A landing in memory of this process, of `device` for NCCL; for ipc in the sender's."""
+    if request.backend is PushBackend.IPC:
+        return IpcLanding(request)
     staging = OwnStaging(device if request.backend is PushBackend.NCCL else "cpu")
     return OwnLanding(request, device, staging)
 
@@ -226,13 +285,16 @@ def open_transport(request: PrepareWeightsRequest, device: str) -> Transport:
     """Join the group of a push, or open its folder. Blocks."""
     if request.backend is PushBackend.FILE:
         return FileTransport(request.rendezvous.folder, owner=False)
+    if request.backend is PushBackend.IPC:
+        buckets = plan_buckets(request.manifest)
+        return IpcTransport(_open_memory(request.rendezvous.ipc, buckets), buckets)
     if request.backend not in (PushBackend.GLOO, PushBackend.NCCL):
         raise RequestError(
             f"push backend {request.backend} is not supported here",
             reason="WEIGHTS_BACKEND_UNSUPPORTED",
             field="backend",
             value=str(request.backend),
-            remedy="use gloo, nccl or file",
+            remedy="use gloo, nccl, ipc or file",
         )
     address = request.rendezvous.store_address
     host, port = join_address(address)
@@ -247,6 +309,13 @@ def open_transport(request: PrepareWeightsRequest, device: str) -> Transport:
         device=device,
     )
     return GroupTransport(group)
+
+
+def _open_memory(handle: IpcSegment | None, buckets: Sequence[Bucket]) -> Segment:
+    if handle is None:
+        raise out_of_reach("the sender does not say where its memory is", "fill rendezvous.ipc")
+    _, needed = segment_layout(buckets)
+    return open_segment(handle, needed)
 
 
 def check_room(request: PrepareWeightsRequest, landing: Landing) -> None:

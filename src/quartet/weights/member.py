@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
@@ -74,6 +75,8 @@ class Member:
         self._watch: asyncio.Task[None] | None = None
         self._aborts: list[asyncio.Task[None]] = []
         self._ready: asyncio.Future[None] | None = None
+        self._heard = 0.0
+        """When its last event came, by time.monotonic()."""
 
     @property
     def failed(self) -> bool:
@@ -118,6 +121,7 @@ class Member:
             on_loss: Called at once when the replica is gone before its last event.
         """
         self._ready = asyncio.get_running_loop().create_future()
+        self._heard = time.monotonic()
         self._watch = asyncio.create_task(self._follow(request, lane, timeout, on_loss))
         return self._ready
 
@@ -128,6 +132,16 @@ class Member:
         done, _ = await asyncio.wait({self._watch}, timeout=timeout)
         if not done:
             self.fail("receive", f"no DONE within {timeout:g} s of the last bucket")
+        await self.stop_watching()
+
+    async def end_reading(self, *, timeout: float) -> None:
+        """Wait for DONE or FAILED as long as it says, every `timeout` seconds, that it gets on."""
+        while self._watch is not None and not self._watch.done():
+            left = self._heard + timeout - time.monotonic()
+            if left <= 0:
+                self.fail("receive", f"bucket {self.buckets_taken} was not read in {timeout:g} s")
+                break
+            await asyncio.wait({self._watch}, timeout=left)
         await self.stop_watching()
 
     async def stop_watching(self) -> None:
@@ -190,6 +204,7 @@ class Member:
 
     async def _take(self, event: ReceiveEvent, lane: SendLane) -> bool:
         """Note one event; True when it was the last."""
+        self._heard = time.monotonic()
         if event.event == "ready":
             assert self._ready is not None, "begin_receive made it"
             if not self._ready.done():

@@ -12,6 +12,7 @@ gRPC stream long before gloo would tell.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import tempfile
 import time
@@ -21,18 +22,22 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, DeadlineError, QuartetError
 from quartet.types import PushBackend, PushResult, Rendezvous, WeightManifest
 from quartet.types.requests import CommitWeightsRequest, ReceiveWeightsRequest
-from quartet.weights.assemble import PushPlan, abort_all, assemble_group
+from quartet.weights.assemble import PushPlan, abort_all, ask_ranks, assemble_group
 from quartet.weights.clock import PushClock
+from quartet.weights.ipc import IpcTransport, Retained, make_segment
 from quartet.weights.lane import SendLane, TensorSource
 from quartet.weights.manifest import total_bytes
 from quartet.weights.member import Member, PushTarget
-from quartet.weights.transport import FileTransport
+from quartet.weights.transport import FileTransport, Transport
 from quartet.weights.worker import Worker
 
 log = logging.getLogger(__name__)
+
+_RETAINED = Retained()
+"""Memory of GPUs that replicas may still read, of all pushes of this process."""
 
 
 async def push_weights(
@@ -60,12 +65,12 @@ async def push_weights(
         epoch: Higher than any before. A replica that does not join costs one more: an attempt
             with r refusals uses epoch to epoch + r, so take a clock's nanoseconds, not a counter.
         policy_version: Version that the weights get.
-        backend: gloo, nccl or file.
+        backend: gloo, nccl, ipc or file.
         group_timeout: Seconds: the longest wait for one operation (join, READY, one bucket).
         commit_timeout: Seconds that an engine may take to swap.
         folder: For backend file: a folder on a disk that all replicas see.
         executor: Runs the source, on the thread that owns the model; None takes a new thread.
-        device: Where the buffers of backend nccl lie.
+        device: Where the weights lie: the buffers of nccl, the memory of ipc.
         clock: Where the source notes how long gathers and packing take.
 
     Returns:
@@ -86,13 +91,15 @@ async def push_weights(
     push = _Push(plan, replicas, tensors, executor, commit_timeout, clock or PushClock())
     if backend is PushBackend.FILE:
         return await push.by_files(epoch, folder)
+    if backend is PushBackend.IPC:
+        return await push.by_ipc(epoch)
     if backend in (PushBackend.GLOO, PushBackend.NCCL):
         return await push.by_group(epoch)
     raise ConfigError(
         f"push.backend {backend} is not supported",
         field="push.backend",
         value=str(backend),
-        remedy="use gloo (CPU), nccl (GPU) or file (shared disk)",
+        remedy="use gloo (CPU), nccl (GPU), ipc (one machine) or file (shared disk)",
     )
 
 
@@ -114,6 +121,8 @@ class _Push:
         self._executor = executor
         self._commit_timeout = commit_timeout
         self._clock = clock
+        self._readers: set[str] = set()
+        """Addresses of replicas that may have memory of this push open."""
 
     async def by_group(self, epoch: int) -> PushResult:
         """Assemble, broadcast, commit."""
@@ -146,36 +155,76 @@ class _Push:
                 remedy="give a folder on a disk that the learner and all replicas see",
             )
         place = await asyncio.to_thread(_make_folder, folder, epoch)
-        await self._prepare_files(epoch, place)
-        prepared = time.monotonic()
         transport = FileTransport(place, owner=True)
-        lane = SendLane(self._plan.buckets, transport, timeout=self._plan.group_timeout)
+        return await self._each_for_itself(epoch, begun, Rendezvous(folder=place), transport)
+
+    async def by_ipc(self, epoch: int) -> PushResult:
+        """The same through a block of memory that all replicas have open until the end."""
+        begun = time.monotonic()
+        plan = self._plan
+        await asyncio.gather(*(ask_ranks(m, plan) for m in self._members))
+        segment = await asyncio.to_thread(make_segment, plan.buckets, plan.device)
+
+        def let_go() -> None:
+            committed = {m.target.address for m in self._members if m.committed}
+            _RETAINED.hold(segment, self._readers - committed)
+
+        transport = IpcTransport(segment, plan.buckets, let_go=let_go)
+        return await self._each_for_itself(epoch, begun, Rendezvous(ipc=segment.handle), transport)
+
+    async def _each_for_itself(
+        self, epoch: int, begun: float, rendezvous: Rendezvous, transport: Transport
+    ) -> PushResult:
+        """Prepare, write all, let each replica read when it will, commit."""
+        in_use = False
+        try:
+            await self._invite(epoch, rendezvous)
+            in_use = bool(self._living())
+        finally:
+            if not in_use:  # whoever refuses needs nothing to be written
+                transport.close(abort=True)
+        prepared = time.monotonic()
+        lane = SendLane(
+            self._plan.buckets, transport if in_use else None, timeout=self._plan.group_timeout
+        )
         try:
             await self._drain(lane)
             self._begin_reading(lane, epoch)
-            await self._end_receive(lane, timeout=self._plan.receive_timeout)
+            await self._end_reading(lane)
+            return await self._commit(lane, epoch, begun, prepared)
         except BaseException:
             await self._give_up(lane, epoch)
             raise
         finally:
             lane.close()
-        return await self._commit(lane, epoch, begun, prepared)
 
-    async def _prepare_files(self, epoch: int, place: str) -> None:
+    async def _invite(self, epoch: int, rendezvous: Rendezvous) -> None:
+        living = self._living()
+        ends = list(itertools.accumulate((m.num_ranks for m in living), initial=1))
+
         async def prepare(member: Member, rank: int) -> None:
             request = self._plan.prepare_request(
                 epoch=epoch,
                 request_id=f"push-{epoch}-{uuid.uuid4().hex}",
-                rendezvous=Rendezvous(folder=place),
+                rendezvous=rendezvous,
                 rank=rank,
-                world_size=len(self._members) + 1,
+                world_size=ends[-1],
             )
+            address = member.target.address
+            self._readers.add(address)
             try:
                 await member.prepare(request, timeout=self._plan.group_timeout)
+                quiet.discard(address)
             except Exception as error:
                 member.fail("prepare", error)
+                if not _may_have_joined(error):
+                    self._readers.discard(address)
+                    quiet.discard(address)
 
-        await asyncio.gather(*(prepare(m, r) for r, m in enumerate(self._members, start=1)))
+        asked = {m.target.address for m in self._members}
+        quiet = set(asked)
+        await asyncio.gather(*(prepare(m, r) for m, r in zip(living, ends, strict=False)))
+        _RETAINED.release(asked=asked, answered=asked - quiet)
 
     async def _drain(self, lane: SendLane) -> None:
         """Run the source to its end on its own thread; a cancelled push still does."""
@@ -195,7 +244,7 @@ class _Push:
             raise
 
     def _begin_reading(self, lane: SendLane, epoch: int) -> None:
-        """Let all replicas read the files, each for itself: the loss of one concerns no other."""
+        """Let all replicas read, each for itself: the loss of one concerns no other."""
         if lane.broken:
             return
         request = ReceiveWeightsRequest(epoch=epoch, policy_version=self._plan.policy_version)
@@ -203,6 +252,13 @@ class _Push:
             member.begin_receive(
                 request, lane, timeout=self._plan.receive_timeout, on_loss=log.warning
             )
+
+    async def _end_reading(self, lane: SendLane) -> None:
+        """Wait for those that read, each as long as it gets on."""
+        if not lane.broken:
+            timeout = self._plan.group_timeout
+            await asyncio.gather(*(m.end_reading(timeout=timeout) for m in self._living()))
+        await self._end_receive(lane, timeout=0)
 
     async def _end_receive(self, lane: SendLane, *, timeout: float) -> None:
         """Wait for DONE of those that are still with us."""
@@ -266,6 +322,16 @@ class _Push:
 
     def _living(self) -> list[Member]:
         return [m for m in self._members if not m.failed]
+
+
+def _may_have_joined(error: Exception) -> bool:
+    """True where a Prepare failed that may still be obeyed, or finds an older push at its commit.
+
+    Whoever refuses has nothing open, nor has a process that is gone.
+    """
+    if isinstance(error, QuartetError) and error.info.reason == "COMMIT_UNDER_WAY":
+        return True
+    return isinstance(error, (TimeoutError, DeadlineError))
 
 
 def _make_folder(parent: str, epoch: int) -> str:
