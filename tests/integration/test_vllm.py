@@ -55,7 +55,7 @@ def model_dir(tmp_path_factory):
 class Engine:
     """`quartet serve rollout` with vLLM, in a process of its own."""
 
-    def __init__(self, model, folder):
+    def __init__(self, model, folder, *flags):
         self.ready_file = folder / "ready.json"
         self.address = ""
         self.process = subprocess.Popen(
@@ -66,6 +66,7 @@ class Engine:
                 *("--vllm.enable_prefix_caching", "--vllm.extra", f"block_size={BLOCK_SIZE}"),
                 *("--rpc.port", "0", "--rpc.die_with_parent"),
                 *("--rpc.ready_file", str(self.ready_file)),
+                *flags,
             ],
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
@@ -122,7 +123,7 @@ async def version_of(engine):
     return info.policy_version
 
 
-async def push(engine, model, version):
+async def push(engine, model, version, **how):
     manifest = manifest_of_model(model, bucket_bytes=1 << 16)
     tensors = dict(model.named_parameters())
     async with RolloutClient(engine.address) as client:
@@ -132,7 +133,7 @@ async def push(engine, model, version):
             replicas=[client],
             epoch=time.time_ns(),
             policy_version=version,
-            backend=PushBackend.GLOO,
+            **({"backend": PushBackend.GLOO} | how),
         )
     assert all(replica.committed for replica in result.replicas), result
 

@@ -1,0 +1,75 @@
+"""The real vLLM engine on two tensor parallel workers, which are themselves the members of pushes.
+
+One engine for all of it. What `test_vllm.py` asserts of one worker holds for two; the tests run in
+order, and the last one kills a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import psutil
+import pytest
+
+from quartet.clients import RolloutClient
+from quartet.types import PushBackend
+from tests.integration import test_vllm
+from tests.integration.test_vllm import (
+    Engine,
+    generate,
+    greedy_of,
+    perturbed,
+    push,
+    test_a_push_reaches_every_weight,
+    test_conformance,
+    test_what_runs_goes_on_with_the_new_weights,
+    version_of,
+)
+from tests.integration.test_vllm import model_dir as model_dir
+
+__all__ = [
+    "test_a_push_reaches_every_weight",
+    "test_conformance",
+    "test_what_runs_goes_on_with_the_new_weights",
+]
+
+pytestmark = test_vllm.pytestmark
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir, tmp_path_factory):
+    flags = ("--vllm.tensor_parallel_size", "2", "--vllm.gloo_into", "workers")
+    made = Engine(model_dir, tmp_path_factory.mktemp("service"), *flags)
+    try:
+        yield asyncio.run(made.serving())
+    finally:
+        made.end()
+
+
+async def test_each_worker_is_a_rank(engine):
+    async with RolloutClient(engine.address) as client:
+        info = await client.get_info()
+    assert info.ranks_in(PushBackend.GLOO) == 2
+    assert info.ranks_in(PushBackend.FILE) == 1
+
+
+async def test_a_push_by_files_reaches_both_workers(engine, model_dir, tmp_path):
+    """The service reads them into memory that both workers map."""
+    model, version = perturbed(model_dir, 7), await version_of(engine) + 1
+    await push(engine, model, version, backend=PushBackend.FILE, folder=str(tmp_path))
+    made = await generate(engine, temperature=0.0, max_new_tokens=16)
+    for group, prompt in zip(made.groups, test_vllm.PROMPTS, strict=True):
+        [completion] = group.completions
+        assert completion.token_ids.tolist() == greedy_of(model, prompt, 16)
+        assert {span.policy_version for span in completion.versions} == {version}
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_the_death_of_one_worker_ends_the_service(engine):
+    children = psutil.Process(engine.process.pid).children(recursive=True)
+    workers = [p for p in children if "spawn_main" in " ".join(p.cmdline())]
+    assert len(workers) >= 2
+    workers[-1].send_signal(signal.SIGKILL)
+    assert await asyncio.to_thread(engine.process.wait, 100) == 1
+    assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
