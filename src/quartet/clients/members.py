@@ -70,6 +70,8 @@ class Replica(Generic[AnyClient]):
     """The term in which it was found to fit."""
     failures: int = 0
     """Preparations that failed in a row."""
+    wanted: bool = False
+    """It has lost its standing anew, so the pause between two tries is over."""
     leaving: bool = False
     """It is on the list no more, and ends the calls that it has."""
     calls: int = 0
@@ -168,6 +170,7 @@ class Members(Generic[AnyClient]):
     def lacks(self, replica: Replica[AnyClient], why: str) -> None:
         """Send a replica that serves back: it has to be prepared again."""
         if replica.standing is Standing.SERVING:
+            replica.wanted = True
             self._set(replica, Standing.STALE, why)
             self._admit(replica)
 
@@ -263,7 +266,7 @@ class Members(Generic[AnyClient]):
         """
         pause = _FIRST_ADMISSION_PAUSE
         while replica.healthy and not replica.leaving and replica.standing is not Standing.SERVING:
-            term = replica.term
+            term, replica.wanted = replica.term, False
             try:
                 unfit = await self._pass_once(replica, term)
             except (InfraError, StateError) as error:
@@ -315,11 +318,7 @@ class Members(Generic[AnyClient]):
         term = replica.term
 
         async def changed() -> None:
-            while (
-                term == replica.term
-                and not replica.leaving
-                and replica.standing is not Standing.SERVING
-            ):
+            while term == replica.term and not (replica.leaving or replica.wanted):
                 await self.changed.wait()
 
         with contextlib.suppress(TimeoutError):

@@ -94,7 +94,7 @@ class Pushes:
             if self._sampler.has(address, self.policy_version):
                 return
             async with self._rest.learner_awake():
-                result = await self._send(self.policy_version, "catch-up", [address])
+                result = await self._send(self.policy_version, f"rollout at {address}:", [address])
             if isinstance(result, str):
                 raise InfraError(result, reason="NOT_CAUGHT_UP")
             self._sampler.pushed(self.policy_version, result)

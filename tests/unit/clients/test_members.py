@@ -233,6 +233,33 @@ async def test_a_preparation_that_fails_is_tried_again(band: Band) -> None:
     assert tries == 3
 
 
+async def test_a_new_need_ends_the_pause_after_a_failure(
+    band: Band, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet.clients.members._FIRST_ADMISSION_PAUSE", 1000.0)
+    first = await band.serve()
+    pool = await band.pool(first)
+    tries = 0
+
+    async def prepare(client: RolloutClient) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise InfraError("no room")
+
+    pool.admit(prepare=prepare)
+    await until(pool, **{key(first): Standing.STALE})
+    async with asyncio.timeout(60):
+        await pool.until(lambda: "no room" in pool.describe())
+    # A push for all reaches it, and the next one does not.
+    pool.prepared({first}, lambda client: False)
+    assert pool.standings() == {first: Standing.SERVING}
+    pool.prepared((), lambda client: True)
+    assert pool.standings() == {first: Standing.STALE}
+    await until(pool, **{key(first): Standing.SERVING})
+    assert tries == 2
+
+
 async def test_one_that_is_never_prepared_is_not_waited_for(band: Band) -> None:
     first = await band.serve()
     pool = await band.pool(first, patience=0.2)
