@@ -60,6 +60,12 @@ RPC_CLIENT_RETRIES = Counter(
 
 # Work.
 GENERATED_TOKENS = Counter("quartet_rollout_generated_tokens", "Tokens sampled.", registry=REGISTRY)
+PROMPT_TOKENS = Counter(
+    "quartet_rollout_prompt_tokens",
+    "Tokens of prompts, by where their keys and values came from: computed, or cache.",
+    ["source"],
+    registry=REGISTRY,
+)
 COMPLETIONS_IN_FLIGHT = Gauge(
     "quartet_rollout_completions_in_flight",
     "Completions running or waiting for a place in the engine.",

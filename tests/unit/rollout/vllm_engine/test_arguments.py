@@ -69,6 +69,11 @@ def test_a_gpu_gets_what_the_flags_say(serve_config, facts):
     assert "kv_cache_memory_bytes" not in made
 
 
+def test_samples_of_a_prompt_can_share_it_without_a_flag(serve_config, facts):
+    """None leaves it to vLLM, which knows the models that cannot; False would forbid it."""
+    assert arguments(serve_config, facts)["enable_prefix_caching"] is None
+
+
 def test_extra_arguments_win(serve_config: RolloutServeConfig, facts):
     extra = ("kv_cache_memory_bytes=1000", "logprobs_mode=raw_logprobs", "block-size=32")
     made = arguments(serve_config, facts, extra=extra)

@@ -10,6 +10,7 @@ from quartet_rollout.engines.vllm.facts import ModelFacts
 from quartet_rollout.engines.vllm.sample import Answer
 
 from quartet.errors import ConfigError, FatalError, InfraError, RequestError, StateError
+from quartet.obs import metrics
 from quartet.types import (
     FinishReason,
     GenerateRequest,
@@ -48,8 +49,11 @@ class ScriptedVllm:
         self.answer = asyncio.Event()
         self.load_error = None
         self.asked = 0
+        self.sharing = []
+        self.cached = 0
 
-    async def ask(self, prompt, parameters, *, on_output):
+    async def ask(self, prompt, parameters, *, shares_with, on_output):
+        self.sharing.append(shares_with)
         self.asked += 1
         try:
             await self.answer.wait()
@@ -62,6 +66,7 @@ class ScriptedVllm:
             logprobs=[-1.0, -2.0],
             finish_reason="length",
             versions=[VersionSpan(policy_version=0, start=0, end=2)],
+            cached_tokens=self.cached,
         )
 
     async def has_requests(self, count, *, unless):
@@ -127,6 +132,26 @@ async def test_all_samples_of_all_groups_come_back_in_order(engine, vllm):
     assert engine.num_in_flight == 0
 
 
+async def test_samples_of_a_prompt_share_it_and_calls_do_not(engine, vllm):
+    vllm.answer.set()
+    await engine.generate(request((1, 2), (3, 4)))
+    await engine.generate(request((1, 2)))
+    first, first_again, second, second_again, later, later_again = vllm.sharing
+    assert (first, second, later) == (first_again, second_again, later_again)
+    assert len({first, second, later}) == 3
+
+
+async def test_prompt_tokens_are_counted_by_where_they_came_from(engine, vllm):
+    def counted():
+        return [metrics.PROMPT_TOKENS.labels(s)._value.get() for s in ("computed", "cache")]
+
+    before = counted()
+    vllm.answer.set()
+    vllm.cached = 2
+    await engine.generate(request((1, 2, 3)))
+    assert [now - was for now, was in zip(counted(), before, strict=True)] == [2, 4]
+
+
 async def test_a_cancelled_call_stops_all_its_requests(engine, vllm):
     call = asyncio.ensure_future(engine.generate(request((1, 2), (3, 4))))
     await settled()
@@ -139,7 +164,7 @@ async def test_a_cancelled_call_stops_all_its_requests(engine, vllm):
 
 
 async def test_one_failure_stops_the_others_and_is_the_error(engine, vllm):
-    async def ask(prompt, parameters, *, on_output):
+    async def ask(prompt, parameters, *, shares_with, on_output):
         raise InfraError("gone", reason="ENGINE_DEAD")
 
     vllm.ask = ask
@@ -233,7 +258,7 @@ async def test_what_cannot_be_done_is_refused_by_name(engine, vllm, asked, reaso
 async def test_a_completion_ends_where_the_context_ends(engine, vllm):
     seen = []
 
-    async def ask(prompt, parameters, *, on_output):
+    async def ask(prompt, parameters, *, shares_with, on_output):
         seen.append(parameters["max_tokens"])
         return Answer(token_ids=[7], logprobs=[0.0], finish_reason="length", versions=[])
 

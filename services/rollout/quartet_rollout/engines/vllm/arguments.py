@@ -62,7 +62,8 @@ def engine_arguments(
         "max_model_len": length,
         "max_num_seqs": config.rollout.max_num_sequences,
         "tensor_parallel_size": vllm.tensor_parallel_size,
-        "enable_prefix_caching": vllm.enable_prefix_caching,
+        # None: wherever vLLM can. Samples of a prompt share it then, and nobody else does.
+        "enable_prefix_caching": vllm.enable_prefix_caching or None,
         "enforce_eager": vllm.enforce_eager or not has_gpu,
         "seed": config.train.seed,
         # What was sampled from, so that a learner computes the same numbers.

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import time
+import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -223,9 +224,16 @@ class VllmEngine:
         while not sample.is_done:
             if self._is_torn:
                 raise InfraError("the weights are not whole", reason="WEIGHTS_TORN")
+            tokens = sample.all_tokens()
             answer = await self._vllm.ask(
-                sample.all_tokens(), sample.parameters(), on_output=sample.saw_output
+                tokens,
+                sample.parameters(),
+                shares_with=sample.shares_with,
+                on_output=sample.saw_output,
             )
+            if answer.token_ids:  # else it may have ended before it began
+                metrics.PROMPT_TOKENS.labels("cache").inc(answer.cached_tokens)
+                metrics.PROMPT_TOKENS.labels("computed").inc(len(tokens) - answer.cached_tokens)
             sample.take(answer)
         sample.is_counted_off = True
         self._count(-1)
@@ -242,6 +250,8 @@ class VllmEngine:
         own = frozenset[int]() if sampling.ignore_eos else self._facts.eos_token_ids
         seeds = group.seeds or [self._seeds.getrandbits(64) for _ in range(group.num_samples)]
         names = group.sample_ids or [""] * group.num_samples
+        # They share what is computed of the prompt, and nobody else does unless the flags say so.
+        shares_with = uuid.uuid4().hex
         return [
             Sample(
                 sample_id=name,
@@ -251,6 +261,7 @@ class VllmEngine:
                 kind=request.logprob_kind,
                 stop_ids=own | frozenset(sampling.stop_token_ids),
                 max_tokens=min(sampling.max_new_tokens or room, room),
+                shares_with=shares_with,
                 isolated=request.isolated,
             )
             for name, seed in zip(names, seeds, strict=True)
@@ -313,7 +324,7 @@ def _prepare(config: RolloutServeConfig, has_gpu: bool) -> tuple[ModelFacts, dic
 def _into_workers(config: RolloutServeConfig, *, has_gpu: bool) -> frozenset[PushBackend]:
     """Push backends whose groups have the workers as members, and not this process."""
     gloo = {PushBackend.GLOO} if config.vllm.gloo_into == "workers" else set[PushBackend]()
-    return frozenset({PushBackend.NCCL} | gloo if has_gpu else gloo)
+    return frozenset({PushBackend.NCCL, PushBackend.IPC} | gloo if has_gpu else gloo)
 
 
 def _num_workers(arguments: dict[str, Any]) -> int:
@@ -334,7 +345,7 @@ def _spec(
             value=str(mode),
             remedy="use processed_logprobs or raw_logprobs",
         )
-    backends = (PushBackend.GLOO, PushBackend.FILE)
+    backends = (PushBackend.GLOO, PushBackend.IPC, PushBackend.FILE)
     if has_gpu:
         backends = (PushBackend.NCCL, *backends)
     can_sleep = arguments.get("enable_sleep_mode", True)

@@ -21,6 +21,9 @@ ON_CPU: Mapping[str, str] = {
     # worker to the first cores of the machine: several engines then share one core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    # One worker lives in the process of the engine's core. As a process of its own it would be one
+    # more that imports torch, and the two would wait for each other by spinning.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
 

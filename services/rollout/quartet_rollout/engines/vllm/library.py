@@ -54,8 +54,9 @@ def cpu_head_sizes() -> list[int]:
 class Vllm:
     """One running AsyncLLM. Its failures are Quartet's errors."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, *, shares_all: bool = False) -> None:
         self._llm = llm
+        self._shares_all = shares_all
 
     @classmethod
     def start(cls, arguments: dict[str, Any]) -> Vllm:
@@ -72,7 +73,7 @@ class Vllm:
         caller = UsageContext.LLM_CLASS
         try:
             made = AsyncEngineArgs(**arguments)
-            return cls(AsyncLLM.from_engine_args(made, usage_context=caller))
+            llm = AsyncLLM.from_engine_args(made, usage_context=caller)
         except (ValueError, TypeError) as error:
             lines = str(error).strip().splitlines()
             raise ConfigError(
@@ -82,6 +83,7 @@ class Vllm:
                 value="vllm",
                 remedy="correct the vllm.* flags, or use rollout.engine transformers",
             ) from error
+        return cls(llm, shares_all=bool(arguments.get("enable_prefix_caching")))
 
     @property
     def is_dead(self) -> bool:
@@ -107,6 +109,7 @@ class Vllm:
         prompt: list[int],
         parameters: dict[str, Any],
         *,
+        shares_with: str,
         on_output: Callable[[float], None],
     ) -> Answer:
         """One request, to its end; a cancelled caller stops it.
@@ -114,12 +117,13 @@ class Vllm:
         Args:
             prompt: Token ids.
             parameters: Keyword arguments of vLLM's SamplingParams.
+            shares_with: Requests with the same name compute what is equal in their prompts once.
             on_output: Gets the monotonic time of each output.
 
         Raises:
             InfraError: It failed, or vLLM is gone.
         """
-        return await _told(self._ask(prompt, parameters, on_output))
+        return await _told(self._ask(prompt, parameters, shares_with, on_output))
 
     async def hold(self, mode: Literal["keep", "abort"]) -> None:
         """Stop between two steps: requests stay as they are, or end with their tokens so far."""
@@ -178,19 +182,22 @@ class Vllm:
                 process.kill()
 
     async def _ask(
-        self, prompt: list[int], parameters: dict[str, Any], on_output: Callable[[float], None]
+        self,
+        prompt: list[int],
+        parameters: dict[str, Any],
+        shares_with: str,
+        on_output: Callable[[float], None],
     ) -> Answer:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import SamplingParams
 
-        # A prompt that is not yet vLLM's own input would go through a thread of it first.
-        outputs = self._llm.generate(
-            tokens_input(prompt), SamplingParams(**parameters), uuid.uuid4().hex
-        )
+        # Not a TokensPrompt: vLLM has a thread make one of these of it first.
+        ready = tokens_input(prompt, cache_salt=None if self._shares_all else shares_with)
+        outputs = self._llm.generate(ready, SamplingParams(**parameters), uuid.uuid4().hex)
         last: Any = None
         async for last in outputs:  # noqa: B007 - the last one has everything
             on_output(time.monotonic())
-        return _answer(last.outputs[0])
+        return _answer(last.outputs[0], last.num_cached_tokens or 0)
 
 
 def _is_engine(process: Any) -> bool:
@@ -215,7 +222,7 @@ async def _told(call: Awaitable[T]) -> T:
         raise InfraError(f"vLLM failed: {error}", reason="ENGINE_FAILED") from error
 
 
-def _answer(output: Any) -> Answer:
+def _answer(output: Any, cached_tokens: int) -> Answer:
     """What is needed of a CompletionOutput whose log-probabilities are flat."""
     versions = [
         VersionSpan(policy_version=int(span.version), start=span.start, end=span.end)
@@ -229,6 +236,7 @@ def _answer(output: Any) -> Answer:
         else [],
         finish_reason=output.finish_reason,
         versions=versions,
+        cached_tokens=cached_tokens,
     )
 
 

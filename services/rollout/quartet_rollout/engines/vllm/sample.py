@@ -46,6 +46,8 @@ class Answer:
     """stop, length, abort."""
     versions: Sequence[VersionSpan]
     """Over `token_ids`."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed, because another request had them."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -62,6 +64,8 @@ class Sample:
     """Tokens that end it, the model's own end tokens among them unless they are ignored."""
     max_tokens: int
     """Most tokens it may have."""
+    shares_with: str = ""
+    """The same for all samples of a prompt, and for no others."""
     isolated: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
