@@ -15,24 +15,8 @@ import pytest
 from quartet.clients import RolloutClient
 from quartet.types import PushBackend
 from tests.integration import test_vllm
-from tests.integration.test_vllm import (
-    Engine,
-    generate,
-    greedy_of,
-    perturbed,
-    push,
-    test_a_push_reaches_every_weight,
-    test_conformance,
-    test_what_runs_goes_on_with_the_new_weights,
-    version_of,
-)
+from tests.integration.test_vllm import Engine, generate, greedy_of, perturbed, push, version_of
 from tests.integration.test_vllm import model_dir as model_dir
-
-__all__ = [
-    "test_a_push_reaches_every_weight",
-    "test_conformance",
-    "test_what_runs_goes_on_with_the_new_weights",
-]
 
 pytestmark = test_vllm.pytestmark
 
@@ -47,11 +31,25 @@ def engine(model_dir, tmp_path_factory):
         made.end()
 
 
+async def test_conformance(engine, model_dir):
+    """With the weights that the engine was started with: the first of all."""
+    await test_vllm.test_conformance(engine, model_dir)
+
+
 async def test_each_worker_is_a_rank(engine):
     async with RolloutClient(engine.address) as client:
         info = await client.get_info()
     assert info.ranks_in(PushBackend.GLOO) == 2
     assert info.ranks_in(PushBackend.FILE) == 1
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_a_push_reaches_every_weight_of_both(engine, model_dir, seed):
+    await test_vllm.test_a_push_reaches_every_weight(engine, model_dir, seed)
+
+
+async def test_what_runs_goes_on_with_the_new_weights_of_both(engine, model_dir):
+    await test_vllm.test_what_runs_goes_on_with_the_new_weights(engine, model_dir)
 
 
 async def test_a_push_by_files_reaches_both_workers(engine, model_dir, tmp_path):
