@@ -160,6 +160,10 @@ class ReplicaPool(Generic[AnyClient]):
         """Clients of those that serve, or will when they have been prepared."""
         return [r.client for r in self._members.replicas if r.fits]
 
+    def accepted(self) -> list[AnyClient]:
+        """Clients of all but those that do not fit: these are none of the run's business."""
+        return [r.client for r in self._members.replicas if r.standing is not Standing.UNFIT]
+
     def standings(self) -> dict[str, Standing]:
         """How far each replica has come, by its address."""
         return {r.client.address: r.standing for r in self._members.replicas}

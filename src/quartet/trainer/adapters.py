@@ -107,7 +107,7 @@ class PooledSampler:
 
     async def resume(self) -> None:
         """Go on, also where a replica seemed away, or ends its last calls."""
-        everybody = [*self._pool.clients, *self._pool.leaving]
+        everybody = [*self._pool.accepted(), *self._pool.leaving]
         await self._tell(everybody, lambda client: client.resume())
 
     async def sleep(self, level: int) -> None:
@@ -305,10 +305,15 @@ class RemoteTrainee:
 async def _each(
     pool: ReplicaPool[AnyClient], call: Callable[[AnyClient], Awaitable[object]]
 ) -> None:
-    """Make a call to every replica at once. One that is away comes back awake."""
+    """Make a call to every replica at once. One that is away or loads comes to be awake."""
+    present = pool.fitting()
 
     async def one(client: AnyClient) -> None:
         with contextlib.suppress(InfraError):
-            await call(client)
+            try:
+                await call(client)
+            except StateError:
+                if client in present:
+                    raise
 
-    await asyncio.gather(*(one(client) for client in pool.clients))
+    await asyncio.gather(*(one(client) for client in pool.accepted()))
