@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from typing import Generic, TypeVar
 from google.protobuf.message import Message
 
 from quartet.errors import RequestError
+
+log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
@@ -48,6 +51,11 @@ class _Flight(Generic[Answer]):
     task: asyncio.Task[Answer]
     digest: bytes
     waiters: int = field(default=0)
+
+    def tell_if_alone(self, task: asyncio.Task[Answer]) -> None:
+        """Log a failure that nobody waits for any more; asyncio would call it a mistake."""
+        if not self.waiters and not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("failed after its callers had gone: %s", error)
 
 
 class IdempotencyCache(Generic[Answer]):
@@ -89,6 +97,7 @@ class IdempotencyCache(Generic[Answer]):
         if flight is None:
             task = asyncio.ensure_future(self._work(request_id, digest, work))
             flight = self._flights[request_id] = _Flight(task, digest)
+            task.add_done_callback(flight.tell_if_alone)
         _check_repeat(request_id, flight.digest, digest)
         flight.waiters += 1
         try:

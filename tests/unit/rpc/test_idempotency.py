@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -107,6 +108,23 @@ async def test_work_that_must_not_stop_goes_on_and_its_answer_is_kept() -> None:
     work.gate.set()
     assert await cache.run("a", SAME, work) == 1
     assert work.begun == 1
+
+
+async def test_a_failure_that_nobody_waits_for_is_logged_as_what_it_is(caplog) -> None:
+    cache, work = IdempotencyCache[int](stop_with_callers=False), Work()
+    work.error = ValueError("no space")
+    work.gate.clear()
+    only = await begin(cache, work)
+    only.cancel()
+    await asyncio.gather(only, return_exceptions=True)
+    work.gate.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert [(r.name, r.levelname) for r in caplog.records] == [
+        ("quartet.rpc.idempotency", "WARNING")
+    ]
+    assert "no space" in caplog.text
 
 
 async def refuses(cache: IdempotencyCache[int], work: Work) -> None:
