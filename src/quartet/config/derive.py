@@ -188,6 +188,19 @@ def push_backend(config: PpoConfig, machine: Machine) -> tuple[str, str]:
         return "auto", "the services say what they have when they answer"
     if machine.num_gpus == 0:
         return "gloo", "there is no GPU here"
-    if config.train.colocate_all and not config.train.async_enable and not config.rollout.address:
-        return "ipc", "learner and engines share their GPUs"
-    return "nccl", "learner and engines have GPUs of their own"
+    if not shares_gpus(config):
+        return "nccl", "learner and engines have GPUs of their own"
+    if engine_gpus(config) == 1:
+        return "ipc", "learner and engine share one GPU"
+    return "gloo", "learner and engines share GPUs, and NCCL takes one rank a GPU"
+
+
+def shares_gpus(config: PpoConfig) -> bool:
+    """Whether the learner's ranks and the engines that the trainer starts are on the same GPUs."""
+    colocated = config.train.colocate_all and not config.train.async_enable
+    return colocated and not config.rollout.address and not config.learner.address
+
+
+def engine_gpus(config: PpoConfig) -> int:
+    """GPUs that the engines take together. One is the GPU of the learner's rank 0, if shared."""
+    return num_engines(config) * config.vllm.tensor_parallel_size

@@ -105,7 +105,7 @@ class PushConfig:
     """How the policy's weights get from the learner to the rollout services."""
 
     backend: Literal["auto", "nccl", "gloo", "ipc", "file"] = "auto"
-    """Transport. auto: nccl between GPUs, gloo where one side has none."""
+    """Transport. auto: nccl between GPUs, ipc where learner and engine share one GPU, else gloo."""
     bucket_bytes: int = 256 * 1024 * 1024
     """Weights sent in one collective."""
     group_timeout: float = 120.0

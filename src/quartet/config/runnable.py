@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.derive import (
+    engine_gpus,
     num_ranks,
     push_backend,
+    shares_gpus,
     split_list,
     trained_model,
 )
@@ -141,16 +143,38 @@ def _ppo(config: PpoConfig, machine: Machine) -> Iterator[ConfigError]:
             )
     if not config.rollout.address:
         yield from _engine(config, machine)
+    yield from _push(config, machine)
+
+
+def _push(config: PpoConfig, machine: Machine) -> Iterator[ConfigError]:
+    """The transport against the GPUs; what services elsewhere can, they say themselves."""
     backend, _ = push_backend(config, machine)
-    if backend == "ipc":
+    if backend == "nccl" and machine.num_gpus == 0:
+        yield wrong("push.backend", "nccl", "there is no GPU here", "take --push.backend gloo")
+    elif backend == "nccl" and shares_gpus(config):
+        yield wrong(
+            "push.backend",
+            "nccl",
+            "learner and engines share GPUs, and NCCL takes one rank a GPU",
+            "leave the flag away, or --train.colocate_all",
+        )
+    is_elsewhere = config.rollout.address or config.learner.address
+    if backend != "ipc" or machine.num_gpus == 0 or is_elsewhere:
+        return
+    if not shares_gpus(config):
         yield wrong(
             "push.backend",
             "ipc",
-            "weights cannot be handed over inside a GPU in this release",
-            "take --push.backend gloo, or file",
+            "learner and engine do not share a GPU",
+            "add --train.colocate_all, or leave the flag away",
         )
-    if backend == "nccl" and machine.num_gpus == 0:
-        yield wrong("push.backend", "nccl", "there is no GPU here", "take --push.backend gloo")
+    elif engine_gpus(config) > 1:
+        yield wrong(
+            "push.backend",
+            "ipc",
+            f"the engines take {engine_gpus(config)} GPUs, and the weights are on one of them",
+            "leave the flag away, or take one engine on one GPU",
+        )
 
 
 def _engine(config: PpoConfig | RolloutServeConfig, machine: Machine) -> Iterator[ConfigError]:

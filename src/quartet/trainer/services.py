@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -43,6 +44,8 @@ from quartet.types import Head, LearnerInfo, PushBackend, RolloutInfo
 
 RESTARTED = ("rollout", "reward", "ref")
 """Roles that hold nothing but what they loaded or get in the next push."""
+
+log = logging.getLogger(__name__)
 
 MAX_GROUPS_IN_FLIGHT = 256
 """Prompt groups under way where neither flags nor services say less."""
@@ -291,7 +294,8 @@ def _groups_in_flight(infos: list[RolloutInfo]) -> int:
 
 def _backend(config: PpoConfig) -> PushBackend | None:
     """The push backend, None where the learner is to look."""
-    name, _ = push_backend(config, this_machine())
+    name, why = push_backend(config, this_machine())
+    log.info("weights are pushed by %s: %s", name, why)
     return None if name == "auto" else PushBackend(name)
 
 

@@ -192,8 +192,16 @@ def test_the_python_of_the_rollout_services():
 
 
 def test_push_backends():
-    shared = {"train.colocate_all": True, "vllm.num_engines": 8}
-    assert "push.backend" in found(config.PpoConfig, shared, EIGHT)
+    several = {"train.colocate_all": True, "vllm.num_engines": 8}
+    one = {"train.colocate_all": True, "vllm.num_engines": 1}
+    for shared in (several, one):
+        assert "push.backend" not in found(config.PpoConfig, shared, EIGHT)
+        assert "push.backend" in found(config.PpoConfig, shared | {"push.backend": "nccl"}, EIGHT)
+    ipc = {"push.backend": "ipc"}
+    assert found(config.PpoConfig, ipc) == []
+    assert "push.backend" in found(config.PpoConfig, ipc, EIGHT)
+    assert "push.backend" in found(config.PpoConfig, several | ipc, EIGHT)
+    assert "push.backend" not in found(config.PpoConfig, one | ipc, EIGHT)
     assert found(config.PpoConfig, {"push.backend": "nccl"}) == ["push.backend"]
     assert found(config.PpoConfig, {"push.backend": "gloo"}) == []
 

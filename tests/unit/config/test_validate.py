@@ -244,7 +244,7 @@ CASES = [
     ("ppo", PPO + "--train.async_enable --train.full_determinism_enable",
      "train.full_determinism_enable"),
     ("ppo", PPO + "--vllm.sync_backend mpi", "vllm.sync_backend"),
-    ("ppo", PPO + "--push.backend ipc", "push.backend"),
+    ("ppo", PPO + "--push.backend ipc", None),
     ("ppo", PPO + "--ds.ring_attn_size 3 --ds.packing_samples", "ds.ring_attn_size"),
     ("ppo", PPO + "--ds.tensor_parallel_size 3", "ds.tensor_parallel_size"),
     ("sft", SFT + "--ds.tensor_parallel_size 2 --learner.num_ranks 3", "ds.tensor_parallel_size"),

@@ -73,13 +73,6 @@ def _check_engines(config: PpoConfig, actor_gpus: int) -> Iterator[ConfigError]:
             "is no way for weights to travel",
             "leave the flag away; --push.backend forces one",
         )
-    if config.push.backend == "ipc" and not config.train.colocate_all:
-        yield wrong(
-            "push.backend",
-            "ipc",
-            "learner and engine must share a GPU",
-            "add --train.colocate_all, or take --push.backend auto",
-        )
 
 
 def check_parallelism(config: TrainerConfig) -> Iterator[ConfigError]:
