@@ -113,8 +113,8 @@ class LocalReplica:
             engine="local",
             state=ReplicaState.SERVING,
             policy_version=self.version,
-            push_backends=(PushBackend.GLOO,),
-            push_ranks=(self.num_ranks,),
+            push_backends=(PushBackend.GLOO, PushBackend.IPC),
+            push_ranks=(self.num_ranks, self.num_ranks),
         )
 
     async def prepare_weights(

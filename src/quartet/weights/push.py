@@ -78,7 +78,8 @@ async def push_weights(
         here, not raised.
 
     Raises:
-        ConfigError: This backend cannot push.
+        ConfigError: Backend file has no folder that it can write to.
+        InfraError: Backend ipc has no room for the weights.
         Exception: Whatever the source raises, after all replicas were told to give up.
     """
     plan = PushPlan(
@@ -93,14 +94,7 @@ async def push_weights(
         return await push.by_files(epoch, folder)
     if backend is PushBackend.IPC:
         return await push.by_ipc(epoch)
-    if backend in (PushBackend.GLOO, PushBackend.NCCL):
-        return await push.by_group(epoch)
-    raise ConfigError(
-        f"push.backend {backend} is not supported",
-        field="push.backend",
-        value=str(backend),
-        remedy="use gloo (CPU), nccl (GPU), ipc (one machine) or file (shared disk)",
-    )
+    return await push.by_group(epoch)
 
 
 class _Push:

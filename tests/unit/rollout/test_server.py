@@ -68,7 +68,7 @@ async def test_serves_over_grpc(serve_config, model, tiny_model_dir):
     assert info.engine == "transformers"
     assert info.manifest == manifest_of_model(model.model)
     assert dict(info.manifest.aliases) == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert set(info.push_backends) == {PushBackend.GLOO, PushBackend.FILE}
+    assert set(info.push_backends) == {PushBackend.GLOO, PushBackend.IPC, PushBackend.FILE}
     assert set(info.logprob_kinds) == set(LogprobKind)
     assert info.info.tokenizer_fingerprint == fingerprint(tiny_model_dir)
     assert info.info.max_sequence_length == 512

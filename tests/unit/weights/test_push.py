@@ -405,9 +405,7 @@ async def test_nothing_disturbs_a_commit_under_way(replica):
     assert not replica.inbox.busy
 
 
-async def test_a_backend_that_cannot_is_refused(replica):
-    with pytest.raises(ConfigError, match="ipc"):
-        await push([replica], backend=PushBackend.IPC)
+async def test_files_without_a_folder_are_refused(replica):
     with pytest.raises(ConfigError, match="folder"):
         await push([replica], backend=PushBackend.FILE)
     with pytest.raises(ConfigError, match="/proc/nowhere"):

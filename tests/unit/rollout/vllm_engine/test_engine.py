@@ -304,6 +304,7 @@ def test_spec_of_machine_and_arguments():
     assert "sleep" in spec().capabilities
     on_gpu = spec(enable_sleep_mode=False)
     assert PushBackend.NCCL in on_gpu.push_backends
+    assert PushBackend.IPC in on_gpu.push_backends
     assert "sleep" not in on_gpu.capabilities
     assert spec(logprobs_mode="raw_logprobs").logprob_kinds == (LogprobKind.RAW,)
     with pytest.raises(ConfigError, match="processed_logits"):

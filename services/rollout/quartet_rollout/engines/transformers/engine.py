@@ -194,7 +194,7 @@ class TransformersEngine:
 
 def _spec(model: CausalLm, config: RolloutServeConfig) -> EngineSpec:
     on_gpu = model.device.type == "cuda"
-    backends = (PushBackend.GLOO, PushBackend.FILE)
+    backends = (PushBackend.GLOO, PushBackend.IPC, PushBackend.FILE)
     return EngineSpec(
         name="transformers",
         max_sequence_length=model.max_length,
