@@ -71,6 +71,8 @@ class Direct:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # Not struck by the Ctrl-C of a terminal: `end` stops it in order.
+            start_new_session=True,
         )
 
     async def ready(self) -> None:
@@ -117,7 +119,8 @@ class Service:
                 *(sys.executable, "-m", "quartet", "serve", "rollout", *flags),
                 *("--rpc.port", "0", "--rpc.ready_file", str(self._ready)),
                 *("--rpc.max_concurrent_calls", str(in_flight), "--rpc.die_with_parent"),
-            ]
+            ],
+            start_new_session=True,
         )
 
     async def ready(self) -> None:

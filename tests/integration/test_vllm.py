@@ -7,10 +7,12 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -57,14 +59,14 @@ class Engine:
 
     def __init__(self, model, folder, *flags):
         self.ready_file = folder / "ready.json"
-        self.address = ""
+        self.address = self.metrics_address = ""
         self.process = subprocess.Popen(
             [
                 *(str(PYTHON), "-m", "quartet", "serve", "rollout"),
                 *("--rollout.model_name_or_path", str(model), "--rollout.engine", "vllm"),
                 *("--rollout.max_num_sequences", "16", "--ds.param_dtype", "fp32"),
                 *("--vllm.enable_prefix_caching", "--vllm.extra", f"block_size={BLOCK_SIZE}"),
-                *("--rpc.port", "0", "--rpc.die_with_parent"),
+                *("--rpc.port", "0", "--rpc.die_with_parent", "--metrics.port", "0"),
                 *("--rpc.ready_file", str(self.ready_file)),
                 *flags,
             ],
@@ -75,7 +77,8 @@ class Engine:
         while not self.ready_file.exists():
             assert self.process.poll() is None, "the service ended at its start"
             await asyncio.sleep(0.1)
-        self.address = json.loads(self.ready_file.read_text())["address"]
+        ready = json.loads(self.ready_file.read_text())
+        self.address, self.metrics_address = ready["address"], ready["metrics_address"]
         async with RolloutClient(self.address) as client:
             await client.wait_ready(500)
         return self
@@ -138,6 +141,15 @@ async def push(engine, model, version, **how):
     assert all(replica.committed for replica in result.replicas), result
 
 
+def prompt_tokens(engine):
+    """Tokens of prompts so far, by where they came from."""
+    url = f"http://{engine.metrics_address}/metrics"
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        page = answer.read().decode()
+    sums = re.findall(r'^quartet_rollout_prompt_tokens_total{source="(\w+)"} (\S+)$', page, re.M)
+    return {source: int(float(count)) for source, count in sums}
+
+
 def perturbed(model_dir, seed):
     """The model with other embeddings, and so with another tied head."""
     model = AutoModelForCausalLM.from_pretrained(model_dir)
@@ -169,6 +181,20 @@ async def test_conformance(engine, model_dir):
     assert {r.name: r.message for r in results if r.outcome == "failed"} == {}
     skipped = {r.name for r in results if r.outcome == "skipped"}
     assert skipped <= {"keeps_deadlines", "stops_cancelled_calls"}
+
+
+async def test_samples_of_a_prompt_compute_it_once(engine):
+    before = prompt_tokens(engine)
+    prompt = tuple(range(100, 100 + 3 * BLOCK_SIZE + 1))  # of no call before
+    async with RolloutClient(engine.address) as client:
+        await client.generate(
+            request_id="shared",
+            groups=[PromptGroup(group_id="g", prompt_token_ids=prompt, num_samples=4)],
+            sampling=SamplingParams(max_new_tokens=4, min_new_tokens=0),
+        )
+    # Whole blocks are shared; the last token is computed for each sample's first logits.
+    made = {source: count - before[source] for source, count in prompt_tokens(engine).items()}
+    assert made == {"computed": len(prompt) + 3, "cache": 3 * 3 * BLOCK_SIZE}
 
 
 def test_ppo(engine, model_dir, tmp_path):
