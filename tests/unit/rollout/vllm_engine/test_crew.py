@@ -49,7 +49,7 @@ async def start(size):
     async def tell(path):
         workers.extend(WorkerReceiver(path, rank=rank, device="cpu") for rank in range(size))
 
-    return await assemble(size, tell, backends={PushBackend.GLOO, PushBackend.IPC}), workers
+    return await assemble(size, tell, backends={PushBackend.GLOO}), workers
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def two():
     its_crew.close()
 
 
-async def push(replicas, *, epoch=100, version=1, seed=0, backend=PushBackend.GLOO, **rest):
+async def push(replicas, *, epoch=100, version=1, seed=0, **rest):
     tensors = make_tensors(seed)
     result = await push_weights(
         manifest=make_manifest(),
@@ -67,26 +67,20 @@ async def push(replicas, *, epoch=100, version=1, seed=0, backend=PushBackend.GL
         replicas=replicas,
         epoch=epoch,
         policy_version=version,
-        backend=backend,
-        device="cpu",
+        backend=PushBackend.GLOO,
         **({"group_timeout": 20.0} | rest),
     )
     return result, tensors
 
 
-@pytest.mark.parametrize("backend", [PushBackend.GLOO, PushBackend.IPC])
 @pytest.mark.parametrize("size", [1, 2, 3])
-async def test_every_worker_gets_all_of_every_push(size, backend):
+async def test_every_worker_gets_all_of_every_push(size):
     its_crew, workers = await start(size)
     replica, plain = WorkersReplica("127.0.0.1:1", its_crew, workers), LocalReplica("127.0.0.1:2")
     try:
         for number in (1, 2):
             result, tensors = await push(
-                [replica, plain],
-                epoch=100 * number,
-                version=number,
-                seed=number,
-                backend=backend,
+                [replica, plain], epoch=100 * number, version=number, seed=number
             )
             assert [r.error for r in result.replicas] == ["", ""]
             assert replica.has(tensors)
@@ -251,8 +245,19 @@ async def test_the_death_of_a_worker_is_known_at_once():
             await there.join()
     with pytest.raises(InfraError, match="gone"):
         await its_crew.landing(request()).join()
+    async with asyncio.timeout(60):
+        assert (await its_crew.broken()).info.reason == "ENGINE_DEAD"
     its_crew.close()
     await asyncio.gather(*running)
+
+
+async def test_hanging_up_is_no_death():
+    its_crew, running = await scripted(ScriptedWorker())
+    its_crew.close()
+    await asyncio.gather(*running)
+    while its_crew._writers:  # noqa: ASYNC110 - its task ends in the next steps of the loop
+        await asyncio.sleep(0)
+    assert not its_crew.is_broken
 
 
 async def test_workers_that_do_not_come_are_an_error(monkeypatch):

@@ -55,7 +55,8 @@ class Crew:
     def __init__(self, size: int, backends: Collection[PushBackend]) -> None:
         self.size = size
         self.backends = backends
-        self.is_broken = False
+        self._is_closing = False
+        self._broken = asyncio.Event()
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._complete = asyncio.Event()
         self._landing: CrewLanding | None = None
@@ -78,12 +79,23 @@ class Crew:
         for rank in range(self.size):
             self.order(rank, order)
 
+    @property
+    def is_broken(self) -> bool:
+        """True once a worker is gone."""
+        return self._broken.is_set()
+
+    async def broken(self) -> InfraError:
+        """Wait until a worker is gone, or no longer listens: it will take no push again."""
+        await self._broken.wait()
+        return InfraError("a worker of vLLM is gone", reason="ENGINE_DEAD")
+
     async def complete(self) -> None:
         """Wait until all workers are there."""
         await self._complete.wait()
 
     def close(self) -> None:
         """Hang up."""
+        self._is_closing = True
         for writer in self._writers.values():
             writer.close()
 
@@ -100,7 +112,8 @@ class Crew:
             if self._landing is not None:
                 self._landing.take(hello.rank, report)
         del self._writers[hello.rank]
-        self.is_broken = True
+        if not self._is_closing:
+            self._broken.set()
         if self._landing is not None:
             self._landing.fail(_gone(hello.rank))
         writer.close()
@@ -199,8 +212,6 @@ class CrewLanding:
         A worker gets all of the bytes and keeps its part: a copy of the model on every device is
         too much for most, while one in host memory serves all workers of a machine.
         """
-        if self._request.backend is PushBackend.IPC:
-            return ""  # all read it where the sender has it
         needed = total_bytes(self._request.manifest)
         if self._request.backend is PushBackend.NCCL:
             self._crew.order_all(AskRoom(epoch=self._epoch))

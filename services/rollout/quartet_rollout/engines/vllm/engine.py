@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_COMPUTED_TOKENS = metrics.PROMPT_TOKENS.labels("computed")
-_CACHED_TOKENS = metrics.PROMPT_TOKENS.labels("cache")
-
 
 @asynccontextmanager
 async def open_engine(config: RolloutServeConfig) -> AsyncIterator[VllmEngine]:
@@ -101,7 +98,15 @@ class VllmEngine:
 
     async def failed(self) -> InfraError:
         """Wait until vLLM's processes are gone; see the Protocol."""
-        return await self._vllm.died()
+        ends = [asyncio.ensure_future(self._vllm.died())]
+        if self._crew is not None:
+            ends.append(asyncio.ensure_future(self._crew.broken()))
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for end in ends:
+                end.cancel()
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Complete all groups; see the Protocol."""
@@ -235,8 +240,8 @@ class VllmEngine:
                 on_output=sample.saw_output,
             )
             if answer.token_ids:  # else it may have ended before it began
-                _CACHED_TOKENS.inc(answer.cached_tokens)
-                _COMPUTED_TOKENS.inc(len(tokens) - answer.cached_tokens)
+                metrics.PROMPT_TOKENS.labels("cache").inc(answer.cached_tokens)
+                metrics.PROMPT_TOKENS.labels("computed").inc(len(tokens) - answer.cached_tokens)
             sample.take(answer)
         sample.is_counted_off = True
         self._count(-1)
