@@ -49,7 +49,7 @@ async def start(size):
     async def tell(path):
         workers.extend(WorkerReceiver(path, rank=rank, device="cpu") for rank in range(size))
 
-    return await assemble(size, tell, backends={PushBackend.GLOO}), workers
+    return await assemble(size, tell, backends={PushBackend.GLOO, PushBackend.IPC}), workers
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def two():
     its_crew.close()
 
 
-async def push(replicas, *, epoch=100, version=1, seed=0, **rest):
+async def push(replicas, *, epoch=100, version=1, seed=0, backend=PushBackend.GLOO, **rest):
     tensors = make_tensors(seed)
     result = await push_weights(
         manifest=make_manifest(),
@@ -67,20 +67,26 @@ async def push(replicas, *, epoch=100, version=1, seed=0, **rest):
         replicas=replicas,
         epoch=epoch,
         policy_version=version,
-        backend=PushBackend.GLOO,
+        backend=backend,
+        device="cpu",
         **({"group_timeout": 20.0} | rest),
     )
     return result, tensors
 
 
+@pytest.mark.parametrize("backend", [PushBackend.GLOO, PushBackend.IPC])
 @pytest.mark.parametrize("size", [1, 2, 3])
-async def test_every_worker_gets_all_of_every_push(size):
+async def test_every_worker_gets_all_of_every_push(size, backend):
     its_crew, workers = await start(size)
     replica, plain = WorkersReplica("127.0.0.1:1", its_crew, workers), LocalReplica("127.0.0.1:2")
     try:
         for number in (1, 2):
             result, tensors = await push(
-                [replica, plain], epoch=100 * number, version=number, seed=number
+                [replica, plain],
+                epoch=100 * number,
+                version=number,
+                seed=number,
+                backend=backend,
             )
             assert [r.error for r in result.replicas] == ["", ""]
             assert replica.has(tensors)

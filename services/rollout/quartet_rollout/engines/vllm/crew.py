@@ -212,6 +212,8 @@ class CrewLanding:
         A worker gets all of the bytes and keeps its part: a copy of the model on every device is
         too much for most, while one in host memory serves all workers of a machine.
         """
+        if self._request.backend is PushBackend.IPC:
+            return ""  # all read it where the sender has it
         needed = total_bytes(self._request.manifest)
         if self._request.backend is PushBackend.NCCL:
             self._crew.order_all(AskRoom(epoch=self._epoch))

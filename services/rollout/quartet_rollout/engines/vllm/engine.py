@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_COMPUTED_TOKENS = metrics.PROMPT_TOKENS.labels("computed")
+_CACHED_TOKENS = metrics.PROMPT_TOKENS.labels("cache")
+
 
 @asynccontextmanager
 async def open_engine(config: RolloutServeConfig) -> AsyncIterator[VllmEngine]:
@@ -240,8 +243,8 @@ class VllmEngine:
                 on_output=sample.saw_output,
             )
             if answer.token_ids:  # else it may have ended before it began
-                metrics.PROMPT_TOKENS.labels("cache").inc(answer.cached_tokens)
-                metrics.PROMPT_TOKENS.labels("computed").inc(len(tokens) - answer.cached_tokens)
+                _CACHED_TOKENS.inc(answer.cached_tokens)
+                _COMPUTED_TOKENS.inc(len(tokens) - answer.cached_tokens)
             sample.take(answer)
         sample.is_counted_off = True
         self._count(-1)

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from quartet.errors import InfraError, QuartetError
 from quartet.types import PushBackend
-from quartet.weights.landing import NamedTensors, OwnLanding, OwnStaging, Staging, free_bytes
+from quartet.weights.landing import (
+    IpcLanding,
+    Landing,
+    NamedTensors,
+    OwnLanding,
+    OwnStaging,
+    Staging,
+    free_bytes,
+)
 from quartet.weights.manifest import Bucket, plan_buckets
 from quartet.weights.tensors import torch_dtype
 from quartet_rollout.engines.vllm import channel
@@ -84,7 +92,7 @@ class WorkerReceiver:
         self._rank = rank
         self._device = device
         self._path = path
-        self._landing: OwnLanding | None = None
+        self._landing: Landing | None = None
         self._epoch = -1
         self._buckets: tuple[Bucket, ...] = ()
         self._work: asyncio.Task[None] | None = None
@@ -97,6 +105,11 @@ class WorkerReceiver:
         if landing is None or self._epoch != epoch:
             raise InfraError(f"this worker has no push of epoch {epoch}", reason="EPOCH_LOST")
         return landing.tensors()
+
+    def loaded(self) -> None:
+        """All is in place: let go of a sender's memory before the sender hears of it."""
+        if isinstance(self._landing, IpcLanding):
+            self._landing.let_go()
 
     def _run(self) -> None:
         asyncio.run(self._serve())
@@ -129,7 +142,10 @@ class WorkerReceiver:
         request = order.request
         self._epoch, self._buckets = request.epoch, plan_buckets(request.manifest)
         device = self._device if request.backend is PushBackend.NCCL else "cpu"
-        self._landing = OwnLanding(request, device, self._staging(order, device))
+        if request.backend is PushBackend.IPC:
+            self._landing = IpcLanding(request)
+        else:
+            self._landing = OwnLanding(request, device, self._staging(order, device))
 
     def _staging(self, order: Join, device: str) -> Staging:
         if not order.shared_path:
@@ -167,9 +183,7 @@ class WorkerReceiver:
         finally:
             digesting.cancel()
 
-    async def _digest(
-        self, landing: OwnLanding, bucket: Bucket, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _digest(self, landing: Landing, bucket: Bucket, writer: asyncio.StreamWriter) -> None:
         epoch, index = self._epoch, bucket.index
         try:
             report = Digested(epoch=epoch, index=index, digest=await landing.digest(bucket))
