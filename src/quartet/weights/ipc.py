@@ -212,6 +212,8 @@ class OpenedHostSegment:
 
     def bytes(self) -> torch.Tensor:
         """Map it at the first use: the sender has written all by then."""
+        if self._file.closed:
+            raise InfraError("the sender's memory is gone", reason="WEIGHTS_IPC_GONE")
         if self._bytes is None:
             size = self.handle.size_bytes
             self._bytes = _as_tensor(mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_COPY))

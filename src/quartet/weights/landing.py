@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -208,7 +210,10 @@ class OwnLanding:
 
 
 class IpcLanding:
-    """Stages nothing: the tensors wait in the sender's memory, where this process reads them."""
+    """Stages nothing: the tensors wait in the sender's memory, where this process reads them.
+
+    When a sender on this machine dies, its memory is let go of: nobody will commit it.
+    """
 
     def __init__(self, request: PrepareWeightsRequest) -> None:
         self._handle = request.rendezvous.ipc
@@ -216,6 +221,8 @@ class IpcLanding:
         self._reader = Worker(f"quartet-ipc-{request.epoch}")
         self._segment: Segment | None = None
         self._memory: IpcTransport | None = None
+        self._sender = -1
+        """Descriptor that can be read when the sender's process has ended."""
 
     @property
     def num_ranks(self) -> int:
@@ -225,6 +232,10 @@ class IpcLanding:
     async def join(self) -> None:
         """Open the sender's memory; RequestError where this process cannot see it."""
         await asyncio.wrap_future(self._reader.submit(self._open))
+        if self._handle is not None and not self._handle.gpu_uuid:
+            with contextlib.suppress(OSError):  # it has just ended, or the system has no pidfd
+                self._sender = os.pidfd_open(self._handle.process_id)
+                asyncio.get_running_loop().add_reader(self._sender, self._sender_ended)
 
     async def receive(self, bucket: Bucket) -> None:
         """It is there: the sender writes all before it asks for the first."""
@@ -234,19 +245,25 @@ class IpcLanding:
         return await asyncio.wrap_future(self._reader.submit(self._digest, bucket))
 
     def tensors(self) -> NamedTensors:
-        """Views of the sender's memory."""
+        """Views of the sender's memory, all at once: they hold it though the sender may end."""
         assert self._memory is not None, "join comes first"
-        for bucket in self._buckets:
-            yield from unpack_bucket(bucket, self._memory.flat(bucket))
+        memory = self._memory
+        return [pair for b in self._buckets for pair in unpack_bucket(b, memory.flat(b))]
 
-    def close(self, *, abort: bool) -> None:
-        """Let go; a GPU's memory not before the copies of a commit have left it.
+    def let_go(self) -> None:
+        """Close a memory whose tensors are in place now, from any thread.
 
-        The sender frees it when the commit is answered, so that is waited for here.
+        The sender frees a GPU's when the commit is answered: the copies out of it must be done.
         """
-        if not abort and self._segment is not None:
+        if self._segment is not None:
             self._segment.settle()
             self._segment.close()
+
+    def close(self, *, abort: bool) -> None:
+        """Let go; see the Protocol."""
+        self._unwatch()
+        if not abort:
+            self.let_go()
         self._reader.submit(self._close)  # after a digest that is being computed
         self._reader.close()
 
@@ -261,6 +278,16 @@ class IpcLanding:
     def _close(self) -> None:
         if self._segment is not None:
             self._segment.close()
+
+    def _sender_ended(self) -> None:
+        self._unwatch()
+        self._reader.submit(self._close)
+
+    def _unwatch(self) -> None:
+        if self._sender >= 0:
+            asyncio.get_running_loop().remove_reader(self._sender)
+            os.close(self._sender)
+            self._sender = -1
 
 
 def _leave_default_stream(device: str) -> None:

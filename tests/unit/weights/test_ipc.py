@@ -13,7 +13,8 @@ import torch
 
 from quartet.errors import InfraError, RequestError
 from quartet.testing.push import CountingSource, LocalReplica, make_manifest, make_tensors
-from quartet.types import IpcSegment, PushBackend, ReceiveEvent
+from quartet.types import IpcSegment, PushBackend, ReceiveEvent, Rendezvous
+from quartet.types.requests import PrepareWeightsRequest
 from quartet.weights import ipc, pack_bucket, plan_buckets, push_weights
 from quartet.weights import landing as landing_module
 from quartet.weights.tensors import empty_bucket
@@ -118,12 +119,9 @@ async def test_the_loss_of_one_concerns_no_other(three):
 async def test_one_that_stands_still_costs_the_deadline_and_no_other(three):
     forever = asyncio.Event()
     three[0].before["receive"] = forever.wait
-    loop = asyncio.get_running_loop()
-    begun = loop.time()
-    result = await push(three, group_timeout=0.5)
-    assert loop.time() - begun < 0.5 + 2
+    result = await push(three, group_timeout=5.0)
     assert [r.committed for r in result.replicas] == [False, True, True]
-    assert "bucket 0 was not read in 0.5 s" in result.replicas[0].error
+    assert "bucket 0 was not read in 5 s" in result.replicas[0].error
     assert three[0].calls == ["prepare", "receive", "abort"]
     await closed()
 
@@ -229,27 +227,29 @@ sys.stdin.read()
 """
 
 
+def hold():
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def handle_from(holder):
+    machine, *numbers = holder.stdout.readline().split()
+    names = ("size_bytes", "process_id", "descriptor", "inode")
+    return IpcSegment(machine=machine, **dict(zip(names, map(int, numbers), strict=True)))
+
+
 def test_a_killed_sender_leaves_no_memory_but_what_is_being_read():
     before = set(os.listdir("/dev/shm"))
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        machine, *numbers = holder.stdout.readline().split()
-        size, process_id, descriptor, inode = map(int, numbers)
-        handle = IpcSegment(
-            machine=machine,
-            size_bytes=size,
-            process_id=process_id,
-            descriptor=descriptor,
-            inode=inode,
-        )
-        opened = ipc.open_segment(handle, size)
+    with hold() as holder:
+        handle = handle_from(holder)
+        opened = ipc.open_segment(handle, handle.size_bytes)
         holder.kill()
         holder.wait()
     assert set(os.listdir("/dev/shm")) <= before
     assert opened.bytes().eq(3).all()  # a swap that has begun goes on to its end
     with pytest.raises(RequestError, match="cannot be opened"):
-        ipc.open_segment(handle, size)
+        ipc.open_segment(handle, handle.size_bytes)
     opened.close()
     assert not memory_files()
 
@@ -297,7 +297,7 @@ async def test_the_next_push_frees_what_a_silent_replica_held(three, monkeypatch
     monkeypatch.setattr(ipc, "HostSegment", Taken)
     forever = asyncio.Event()
     three[0].before["receive"] = forever.wait
-    await push(three, group_timeout=0.5)
+    await push(three, group_timeout=5.0)
     assert not made[0]._file.closed
     del three[0].before["receive"]
     result = await push(three, epoch=200)
@@ -316,3 +316,26 @@ async def test_memory_other_than_the_senders_can_be_filled_from_it(replica):
     assert result.replicas[0].committed, result
     assert replica.has(make_tensors())
     await closed()
+
+
+async def test_a_replica_lets_go_when_the_sender_dies(replica):
+    """Between its calls a sender has no stream open, which would tell of its death."""
+    with hold() as holder:
+        handle = handle_from(holder)
+        request = PrepareWeightsRequest(
+            request_id="r",
+            epoch=5,
+            policy_version=1,
+            manifest=make_manifest(),
+            backend=PushBackend.IPC,
+            rendezvous=Rendezvous(ipc=handle),
+            rank=1,
+            world_size=2,
+            group_timeout=3.0,
+        )
+        await replica.inbox.prepare(request)
+        assert memory_files()
+        holder.kill()
+        await closed()
+    result = await push([replica])
+    assert result.replicas[0].committed, result
