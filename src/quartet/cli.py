@@ -7,13 +7,13 @@ does the work. Exit codes: 0 done, 1 failure, 2 wrong configuration, 130 interru
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NoReturn
@@ -234,19 +234,17 @@ def _conformance(args: Sequence[str]) -> int:
     """Run a room's conformance suite against a server."""
     rooms = [room for room in _SERVE if find_spec(f"quartet.testing.conformance.{room}")]
     match args:
-        case [room, address] if room in rooms:
-            suite = import_module(f"quartet.testing.conformance.{room}")
-        case [room, _] if room not in rooms:
+        case [room, *rest] if room in rooms:
+            command = import_module("quartet.testing.conformance.command")
+            return _call(partial(command.run, room), rest)
+        case [room, *_] if not room.startswith("-"):
             raise _unknown_command("quartet conformance", room, rooms)
         case _:
-            sys.stdout.write(f"quartet conformance {'|'.join(rooms)} ADDRESS\n")
+            sys.stdout.write(
+                f"quartet conformance {'|'.join(rooms)} ADDRESS [flags]\n\n"
+                "Checks and flags: quartet conformance ROOM --help\n"
+            )
             return 0 if args in (["-h"], ["--help"]) else ConfigError.exit_code
-    run_checks = import_module("quartet.testing.conformance").run_checks
-    subject = getattr(suite, f"{room.capitalize()}Subject")(address=address)
-    results = asyncio.run(run_checks(suite.CHECKS, subject))
-    for result in results:
-        sys.stdout.write(f"{result.outcome:<8} {result.rule} {result.message}".rstrip() + "\n")
-    return EXIT_FAILURE if any(result.outcome == "failed" for result in results) else 0
 
 
 def _tool(args: Sequence[str]) -> int:

@@ -17,11 +17,14 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from quartet.errors import QuartetError, RequestError, UnavailableError
+from quartet.errors import ErrorInfo, QuartetError, RequestError, UnavailableError
 from quartet.obs import log, metrics
 from quartet.rpc import errors, policy
 
 _logger = logging.getLogger(__name__)
+
+_FULL_SECONDS = 1.0
+"""After how long a caller whom a full server refuses may ask again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,6 +234,7 @@ class Admission:
         if takes_slot and self._working >= self._limit:
             raise UnavailableError(
                 f"{self._limit} calls are being worked on already",
+                info=ErrorInfo(retry_after=_FULL_SECONDS),
                 reason=errors.TOO_MANY_CALLS,
                 remedy="ask again later, or keep fewer calls in flight",
             )

@@ -120,10 +120,13 @@ async def test_failed_sample_beside_a_good_one(
 
 
 async def test_sleep_wake_pause_resume(rollouts: RolloutClient) -> None:
-    assert await rollouts.sleep(level=2) is types.ReplicaState.ASLEEP
+    assert await rollouts.sleep(level=1) is types.ReplicaState.ASLEEP
     with pytest.raises(StateError):
         await generate(rollouts)
-    assert await rollouts.wake(tags=["weights"]) is types.ReplicaState.SERVING
+    assert await rollouts.wake(tags=["weights"]) is types.ReplicaState.ASLEEP
+    assert await rollouts.wake() is types.ReplicaState.SERVING
+    assert await rollouts.sleep(level=2) is types.ReplicaState.ASLEEP
+    assert await rollouts.wake() is types.ReplicaState.STALE
     assert await rollouts.pause(types.PauseMode.KEEP) == 0
     assert await rollouts.resume() == 0
     with pytest.raises(RequestError, match="level is 3"):

@@ -113,6 +113,7 @@ async def test_one_call_too_many_is_refused_but_control_gets_in() -> None:
         with pytest.raises(UnavailableError) as caught:
             await score(client, "third")
         assert caught.value.info.reason == "TOO_MANY_CALLS"
+        assert caught.value.info.retry_after
         assert (await client.get_info()).info.service == "reward"
         await client.sleep()
         gate.set()

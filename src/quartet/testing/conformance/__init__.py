@@ -34,6 +34,8 @@ class CheckResult:
     """What was checked, in one sentence."""
     message: str = ""
     """Why it failed or was skipped."""
+    advice: str = ""
+    """What a failure does to a run."""
 
 
 def require(condition: object, message: str) -> None:
@@ -50,12 +52,25 @@ async def run_checks(
 
 
 async def _run_check(check: Callable[[Subject], Awaitable[None]], subject: Subject) -> CheckResult:
-    name, rule = check.__name__, (check.__doc__ or "").strip().splitlines()[0]
+    name, rule = check.__name__, rule_of(check)
     try:
         await check(subject)
     except Skipped as reason:
         return CheckResult(name=name, outcome="skipped", rule=rule, message=str(reason))
     except (Violation, QuartetError, TimeoutError) as error:
         message = str(error) or type(error).__name__
-        return CheckResult(name=name, outcome="failed", rule=rule, message=message)
+        return CheckResult(
+            name=name, outcome="failed", rule=rule, message=message, advice=advice_of(check)
+        )
     return CheckResult(name=name, outcome="passed", rule=rule)
+
+
+def rule_of(check: Callable[..., object]) -> str:
+    """What a check looks for: the first line of its docstring."""
+    return (check.__doc__ or "").strip().splitlines()[0]
+
+
+def advice_of(check: Callable[..., object]) -> str:
+    """What a failure does to a run: the rest of its docstring, after "Failing:"."""
+    _, _, text = (check.__doc__ or "").partition("Failing:")
+    return " ".join(text.split())

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
-from numpy.typing import NDArray
 
 from quartet import codec
 from quartet.api.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
@@ -28,15 +26,20 @@ from quartet.types import (
     GenerateResult,
     LogprobKind,
     PromptGroup,
+    PushBackend,
     SamplingParams,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 PATIENCE_SECONDS = 120.0
 """Longest wait for an answer that has to come."""
+DEADLINE_SECONDS = 0.3
+"""Time in which nothing should happen, and deadline of a call that takes longer."""
 POLL_SECONDS = 0.02
-
-Reference = Callable[[Sequence[int], Sequence[int]], NDArray[np.float64]]
-"""(prompt, completion) -> [T, V] logits that predict each token of the completion."""
+LENGTHY_TOKENS = 96
+"""Tokens of a completion that other calls can meet in its middle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +57,14 @@ class RolloutSubject:
     is_repeatable: bool = True
     """The same seed gives the same tokens, whoever else is there (true of fp32)."""
     is_exclusive: bool = False
-    """Nobody else uses it, so it may be paused and put to sleep."""
+    """Nobody else uses it, so it may be paused, put to sleep, filled with calls, and pushed to. It
+    gets its own weights back, under a higher version."""
+    weights: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    """The weights that it was started with, by name, where there is no reference that has them."""
+    push_backend: PushBackend | None = None
+    """How the suite pushes; None takes gloo, else file."""
+    push_folder: str = ""
+    """Folder that the server sees too, for pushes by file; empty makes one on this machine."""
 
     def groups(self, samples: int = 1, first_seed: int = 1) -> tuple[PromptGroup, ...]:
         """One group a prompt, with seeds."""
@@ -120,14 +130,58 @@ async def generate(
     return await call(subject, request)
 
 
-async def endless(subject: RolloutSubject) -> GenerateRequest:
-    """Fills the context with several samples: the longest that can be asked for."""
+async def request_for(
+    subject: RolloutSubject, groups: Sequence[PromptGroup], sampling: SamplingParams
+) -> GenerateRequest:
+    """A request under a new id, for log-probabilities that the server offers."""
     return GenerateRequest(
         request_id=new_id(),
-        groups=subject.groups(samples=4)[:1],
-        sampling=SamplingParams(ignore_eos=True),
+        groups=tuple(groups),
+        sampling=sampling,
         logprob_kind=(await kinds_of(subject))[0],
     )
+
+
+async def endless(subject: RolloutSubject) -> GenerateRequest:
+    """Fills the context with several samples: the longest that can be asked for."""
+    groups = subject.groups(samples=4)[:1]
+    return await request_for(subject, groups, SamplingParams(ignore_eos=True))
+
+
+async def lengthy(subject: RolloutSubject, *, samples: int = 1, seed: int = 1) -> GenerateRequest:
+    """One prompt, and as many tokens as take a while and no longer than the context."""
+    async with client_of(subject) as client:
+        most = (await client.get_info()).info.max_sequence_length or 2 * LENGTHY_TOKENS
+    sampling = SamplingParams(
+        max_new_tokens=min(LENGTHY_TOKENS, most - len(subject.prompts[0])), ignore_eos=True
+    )
+    groups = subject.groups(samples=samples, first_seed=seed)[:1]
+    return await request_for(subject, groups, sampling)
+
+
+async def until_in_flight(client: RolloutClient, call: asyncio.Future[GenerateResult]) -> None:
+    """Return when the engine has begun with a call.
+
+    Raises:
+        Skipped: The call was done before that was seen.
+    """
+    while not (await client.get_info()).completions_in_flight:
+        if call.done():
+            call.result()  # its failure is the check's
+            raise Skipped("it completes a call before anything can happen in its middle")
+        await asyncio.wait({call}, timeout=POLL_SECONDS / 4)
+
+
+async def given_up(call: asyncio.Future[GenerateResult]) -> None:
+    """Cancel a call that a check has no more use for."""
+    call.cancel()
+    await asyncio.wait({call})
+
+
+def require_exclusive(subject: RolloutSubject) -> None:
+    """Raise Skipped where the check would be in the way of others."""
+    if not subject.is_exclusive:
+        raise Skipped("others may be using it")
 
 
 async def kinds_of(subject: RolloutSubject) -> tuple[LogprobKind, ...]:
@@ -172,46 +226,14 @@ def require_whole(completion: Completion, *, most: int) -> None:
     require(len(completion.logprobs) == count, "log-probabilities are not one a token")
     finite = bool(np.isfinite(completion.logprobs).all())
     require(finite and float(completion.logprobs.max()) <= 1e-6, "a log-probability is none")
+    require_spans(completion)
 
 
-def cut(logits: NDArray[np.float64], top_p: float, top_k: int) -> NDArray[np.float64]:
-    """[V] logits with -inf on what top-k, then top-p, drops; at least one token stays."""
-    order = np.argsort(-logits, kind="stable")
-    kept = order if top_k < 1 else order[:top_k]
-    p = np.exp(logits[kept] - logits[kept].max())
-    p /= p.sum()
-    before = np.concatenate([[0.0], np.cumsum(p)[:-1]])
-    kept = kept[before < top_p]
-    out = np.full_like(logits, -np.inf)
-    out[kept] = logits[kept]
-    return out
-
-
-def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Over the last axis; -inf stays -inf."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def reference_of(subject: RolloutSubject) -> Reference:
-    """The model that it serves; raises Skipped when none is given."""
-    if not subject.reference:
-        raise Skipped("no model is given to compare with")
-    return load_reference(subject.reference)
-
-
-@lru_cache(maxsize=1)
-def load_reference(folder: str) -> Reference:
-    """A model to compare with, in fp32 on the CPU."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def logits(prompt: Sequence[int], completion: Sequence[int]) -> NDArray[np.float64]:
-        ids = torch.tensor([[*prompt, *completion]])
-        with torch.no_grad():
-            rows = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-        return rows.double().numpy()
-
-    return logits
+def require_spans(completion: Completion) -> None:
+    """Fail unless every token has one version, and versions rise."""
+    spans = completion.versions
+    ends = [0, *(span.end for span in spans)]
+    starts = [*(span.start for span in spans), len(completion.token_ids)]
+    require(ends == starts, f"the spans of versions leave gaps or overlap: {spans}")
+    versions = [span.policy_version for span in spans]
+    require(versions == sorted(versions), f"versions fall within a completion: {versions}")

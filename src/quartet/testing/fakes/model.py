@@ -23,7 +23,7 @@ STEP = np.float32(0.01)
 """What one optimizer step adds to every log-probability."""
 
 
-def logprobs(batch: SequenceBatch, version: int, temperature: float = 1.0) -> NDArray[np.float32]:
+def logprobs(batch: SequenceBatch, version: float, temperature: float = 1.0) -> NDArray[np.float32]:
     """[N] log-probabilities: about -2 / temperature, 0 for each sequence's first token."""
     flat = -(2.0 + (batch.token_ids % 7).astype(np.float32) / 10) / np.float32(temperature)
     flat = (flat + STEP * version).astype(np.float32)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
+from numpy.typing import NDArray
 
 from quartet import codec
 from quartet.api.rollout.v1 import rollout_service_pb2 as pb
 from quartet.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
-from quartet.errors import InfraError, StateError
+from quartet.errors import InfraError, RequestError, StateError
 from quartet.rpc.idempotency import IdempotencyCache, RequestDigest
 from quartet.testing.fakes import model
+from quartet.testing.fakes.gate import Gate
 from quartet.testing.fakes.script import Script
 from quartet.types import (
     AbortWeightsResult,
@@ -39,37 +42,56 @@ from quartet.types import (
     VersionSpan,
     WeightManifest,
 )
+from quartet.weights import WeightInbox
+
+if TYPE_CHECKING:
+    import torch
+
+
+VOCABULARY_LIMIT = 1 << 24
+"""Tokens from here on are refused: prompts may come from any tokenizer."""
 
 
 class FakeRollout(pb_grpc.RolloutServiceServicer):
     """Completes prompts, the same for the same prompt and seed.
 
-    A push to it carries no bytes: the digest of CommitWeights is the number of optimizer steps
-    behind the weights, as a decimal (FakeLearner pushes so).
+    A push without a meeting place carries no bytes: the digest of CommitWeights is the number of
+    optimizer steps behind the weights, as a decimal (FakeLearner pushes so). A push with one is
+    taken like any other; its tensors count for as many steps as they add up to.
 
     Args:
         info: what GetInfo says.
         manifest: the tensors that a push must carry.
+        seconds_per_token: how long a token takes; 0 makes completions at once.
     """
 
     name = "rollout"
 
     def __init__(
-        self, info: ServerInfo | None = None, manifest: WeightManifest | None = None
+        self,
+        info: ServerInfo | None = None,
+        manifest: WeightManifest | None = None,
+        *,
+        seconds_per_token: float = 0.0,
     ) -> None:
         self.script = Script()
-        self.server_info = info or ServerInfo(service="rollout", replica="rollout-fake")
+        self.server_info = info or ServerInfo(
+            service="rollout", replica="rollout-fake", capabilities=("sleep",)
+        )
         self.replica = self.server_info.replica
         self.manifest = manifest or WeightManifest(tensors=())
         self.state = ReplicaState.SERVING
         self.policy_version = 0
-        self.weights = 0
+        self.weights: float = 0
         """Optimizer steps behind the weights that serve."""
         self.in_flight = 0
-        """Calls of Generate being worked on."""
+        """Completions being worked on."""
+        self.seconds_per_token = seconds_per_token
         self._epoch = 0
-        self._running = asyncio.Event()
-        self._running.set()
+        self._inbox = WeightInbox(wanted=lambda: self.manifest, replica=self.replica)
+        self._gate = Gate()
+        self._asleep: set[str] = set()
+        self._has_forgotten = False
         self._failures: dict[str, Failure] = {}
         self._held: dict[str, asyncio.Event] = {}
         self._answers: IdempotencyCache[pb.GenerateResponse] = IdempotencyCache()
@@ -133,40 +155,70 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
             )
 
     async def _generate(self, asked: GenerateRequest) -> pb.GenerateResponse:
-        self.in_flight += 1
+        for group in asked.groups:
+            self._check_prompt(group)
+        await self._gate.opened()
+        count = sum(group.num_samples for group in asked.groups)
+        self._count(count)
         try:
-            await self._running.wait()
             for group in asked.groups:
                 if group.group_id in self._held:
                     await self._held[group.group_id].wait()
+            sampling = asked.sampling
+            spec = LogprobSpec(
+                kind=asked.logprob_kind,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+            )
+            groups = await asyncio.gather(
+                *(self._complete(g, sampling, spec) for g in asked.groups)
+            )
         finally:
-            self.in_flight -= 1
-        sampling = asked.sampling
-        spec = LogprobSpec(
-            kind=asked.logprob_kind,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            self._count(-count)
+        return codec.encode_generate_result(
+            GenerateResult(groups=tuple(groups), logprob_spec=spec, replica=self.replica)
         )
-        result = GenerateResult(
-            groups=tuple(self._complete(group, sampling, spec) for group in asked.groups),
-            logprob_spec=spec,
-            replica=self.replica,
-        )
-        return codec.encode_generate_result(result)
 
-    def _complete(
+    def _count(self, change: int) -> None:
+        self.in_flight += change
+        self._gate.is_empty(self.in_flight == 0)
+
+    def _check_prompt(self, group: PromptGroup) -> None:
+        length, most = len(group.prompt_token_ids), self.server_info.max_sequence_length
+        if most and length >= most:
+            raise RequestError(
+                f"{length} tokens, and prompt and completion together may have {most}",
+                reason="PROMPT_TOO_LONG",
+                field="groups.prompt_token_ids",
+                value=str(length),
+            )
+        if (largest := max(group.prompt_token_ids)) >= VOCABULARY_LIMIT:
+            raise RequestError(
+                f"there is no token {largest}",
+                reason="TOKEN_UNKNOWN",
+                field="groups.prompt_token_ids",
+                value=str(largest),
+            )
+
+    async def _complete(
         self, group: PromptGroup, sampling: SamplingParams, spec: LogprobSpec
     ) -> GroupCompletions:
         seeds = group.seeds or tuple(range(group.num_samples))
         names = group.sample_ids or ("",) * group.num_samples
-        completions = tuple(
-            self._sample(group.prompt_token_ids, seed, name, sampling, spec)
-            for seed, name in zip(seeds, names, strict=True)
+        room = self.server_info.max_sequence_length - len(group.prompt_token_ids)
+        if self.server_info.max_sequence_length:
+            limit = min(sampling.max_new_tokens or model.DEFAULT_LENGTH, room)
+            sampling = replace(sampling, max_new_tokens=limit)
+        completions = await asyncio.gather(
+            *(
+                self._sample(group.prompt_token_ids, seed, name, sampling, spec)
+                for seed, name in zip(seeds, names, strict=True)
+            )
         )
-        return GroupCompletions(group_id=group.group_id, completions=completions)
+        return GroupCompletions(group_id=group.group_id, completions=tuple(completions))
 
-    def _sample(
+    async def _sample(
         self,
         prompt: tuple[int, ...],
         seed: int,
@@ -180,15 +232,28 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         tokens = model.sample(prompt, 0 if greedy else seed, sampling)
         whole = SequenceBatch.of([[*prompt, *tokens.tolist()]])
         temperature = 1.0 if spec.kind is LogprobKind.RAW else spec.temperature or 1.0
-        flat = model.logprobs(whole, self.weights, temperature)[len(prompt) :]
-        stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (model.EOS,)))
-        stopped = tokens[-1] in stops
+        logprobs = np.empty(len(tokens), np.float32)
+        versions: list[VersionSpan] = []
+        is_cut = False
+        for place in range(len(tokens)):
+            if not await self._gate.passed(self.seconds_per_token, has_begun=place > 0):
+                is_cut = True
+                tokens, logprobs = tokens[:place], logprobs[:place]
+                break
+            flat = model.logprobs(whole, self.weights, temperature)[len(prompt) :]
+            logprobs[place] = flat[place]
+            start = place
+            if versions and versions[-1].policy_version == self.policy_version:
+                start = versions.pop().start
+            versions.append(
+                VersionSpan(policy_version=self.policy_version, start=start, end=place + 1)
+            )
         return Completion(
             sample_id=sample_id,
             token_ids=tokens,
-            logprobs=np.ascontiguousarray(flat),
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            versions=(VersionSpan(policy_version=self.policy_version, start=0, end=len(tokens)),),
+            logprobs=logprobs,
+            finish_reason=_finish_reason(tokens, sampling, is_cut=is_cut),
+            versions=tuple(versions),
         )
 
     async def PrepareWeights(
@@ -200,7 +265,9 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
 
         async def prepare() -> pb.PrepareWeightsResponse:
             if asked.epoch <= self._epoch:
-                raise InfraError(f"epoch {asked.epoch} is over", reason="EPOCH_LOST")
+                raise StateError(f"epoch {asked.epoch} is over", reason="EPOCH_LOST")
+            if asked.rendezvous.store_address or asked.rendezvous.folder:
+                await self._inbox.prepare(asked)
             self._epoch = asked.epoch
             return codec.encode_prepare_weights_result(PrepareWeightsResult(replica=self.replica))
 
@@ -214,6 +281,10 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         """Say READY and DONE."""
         asked = codec.decode_receive_weights_request(request)
         await self.script.enter("ReceiveWeights", asked)
+        if self._inbox.busy:
+            async for event in self._inbox.receive(asked):
+                yield codec.encode_receive_event(event)
+            return
         yield codec.encode_receive_event(ReceiveEvent(event="ready"))
         yield codec.encode_receive_event(ReceiveEvent(event="done"))
 
@@ -225,7 +296,10 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         await self.script.enter("CommitWeights", asked)
         if asked.epoch != self._epoch:
             raise InfraError(f"epoch {asked.epoch} is not under way", reason="EPOCH_LOST")
-        self.policy_version, self.weights = asked.policy_version, int(asked.digest)
+        if self._inbox.busy:
+            await self._inbox.commit(asked, self._load)
+        else:
+            self._serve(asked.policy_version, int(asked.digest))
         return codec.encode_commit_weights_result(
             CommitWeightsResult(policy_version=self.policy_version)
         )
@@ -236,30 +310,64 @@ class FakeRollout(pb_grpc.RolloutServiceServicer):
         """Keep the old version."""
         asked = codec.decode_abort_weights_request(request)
         await self.script.enter("AbortWeights", asked)
+        self._inbox.abort(asked)
         return codec.encode_abort_weights_result(
             AbortWeightsResult(policy_version=self.policy_version, state=self.state)
         )
 
+    async def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> int:
+        self._serve(policy_version, sum(float(tensor.sum()) for _, tensor in tensors))
+        return self.in_flight
+
+    def _serve(self, policy_version: int, weights: float) -> None:
+        self.policy_version, self.weights, self._has_forgotten = policy_version, weights, False
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take the state that sleep and pushes leave, unless a test has set another."""
+        if self._asleep:
+            self.state = ReplicaState.ASLEEP
+        elif self._has_forgotten:
+            self.state = ReplicaState.STALE
+        elif self.state in (ReplicaState.ASLEEP, ReplicaState.STALE):
+            self.state = ReplicaState.SERVING
+
     async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
-        """Refuse Generate from now on."""
-        await self.script.enter("Sleep", codec.decode_sleep_request(request))
-        self.state = ReplicaState.ASLEEP
+        """Refuse Generate from now on, when what runs is done."""
+        asked = codec.decode_sleep_request(request)
+        await self.script.enter("Sleep", asked)
+        self._asleep = {"weights", "kv_cache"}
+        self._has_forgotten = self._has_forgotten or asked.level >= 2
+        self._settle()
+        await self._gate.emptied()
         return codec.encode_sleep_response(self.state)
 
     async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
-        """Answer Generate again."""
-        await self.script.enter("Wake", codec.decode_wake_request(request))
-        self.state = ReplicaState.SERVING
+        """Answer Generate again, when all is awake and the weights are known."""
+        asked = codec.decode_wake_request(request)
+        await self.script.enter("Wake", asked)
+        self._asleep -= set(asked.tags or self._asleep)
+        self._settle()
         return codec.encode_wake_response(self.state)
 
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
-        """Hold what comes until Resume; nothing runs long enough to be held in its middle."""
-        await self.script.enter("Pause", codec.decode_pause_request(request))
-        self._running.clear()
+        """Hold what comes until Resume, and what runs between two tokens."""
+        request_id, mode = codec.decode_pause_request(request)
+        await self.script.enter("Pause", (request_id, mode))
+        await self._gate.close(mode)
         return codec.encode_pause_response(self.in_flight)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
         """Go on."""
         await self.script.enter("Resume", codec.decode_request_id(request))
-        self._running.set()
+        self._gate.open()
         return codec.encode_resume_response(self.in_flight)
+
+
+def _finish_reason(
+    tokens: NDArray[np.int32], sampling: SamplingParams, *, is_cut: bool
+) -> FinishReason:
+    if is_cut:
+        return FinishReason.ABORTED
+    stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (model.EOS,)))
+    return FinishReason.STOP if tokens[-1] in stops else FinishReason.LENGTH
