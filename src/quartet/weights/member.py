@@ -156,6 +156,8 @@ class Member:
         try:
             async with asyncio.timeout(timeout):
                 await self.target.commit_weights(request, timeout=timeout)
+        except TimeoutError:
+            self.fail("commit", f"no answer within {timeout:g} s")
         except Exception as error:
             self.fail("commit", error)
         else:
@@ -179,7 +181,7 @@ class Member:
                 "%s did not hear that epoch %d is over: %s",
                 self.target.address,
                 request.epoch,
-                error,
+                str(error) or type(error).__name__,
             )
 
     async def _follow(

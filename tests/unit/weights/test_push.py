@@ -112,6 +112,18 @@ async def test_a_replica_that_is_not_there_is_left_out(three):
     assert result.replicas[0].error == "connection refused"
 
 
+async def test_a_replica_that_does_not_say_how_many_ranks_it_takes_is_left_out(three):
+    async def refused(*, timeout=None):
+        raise InfraError("connection refused")
+
+    three[1].get_info = refused
+    result = await push(three)
+    assert [r.committed for r in result.replicas] == [True, False, True]
+    assert result.replicas[1].failed_phase == "prepare"
+    assert result.replicas[1].error == "connection refused"
+    assert "prepare" not in three[1].calls
+
+
 async def test_a_replica_that_is_late_is_left_out_and_those_who_wait_are_not_blamed(three):
     three[2].before["prepare"] = asyncio.Event().wait
     begun = time.monotonic()
@@ -301,6 +313,14 @@ async def test_a_failing_swap_is_named_commit(replica):
         "commit",
         "the engine died",
     )
+
+
+async def test_a_replica_that_stands_still_at_its_commit_costs_the_timeout_and_no_more(three):
+    three[0].before["commit"] = asyncio.Event().wait
+    result = await push(three, commit_timeout=0.5)
+    assert [r.committed for r in result.replicas] == [False, True, True]
+    assert result.replicas[0].failed_phase == "commit"
+    assert result.replicas[0].error == "no answer within 0.5 s"
 
 
 async def test_a_failing_source_aborts_and_raises(replica):
