@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 from quartet_rollout.engine import EngineSpec
+from quartet_rollout.engines.vllm.crew import Crew
 from quartet_rollout.engines.vllm.engine import VllmEngine, _spec
 from quartet_rollout.engines.vllm.facts import ModelFacts
 from quartet_rollout.engines.vllm.sample import Answer
@@ -73,6 +74,9 @@ class ScriptedVllm:
         while self.asked < count and not unless():  # noqa: ASYNC110
             await asyncio.sleep(0)
         self.calls.append(f"has {count}")
+
+    async def died(self):
+        await asyncio.Event().wait()
 
     async def hold(self, mode):
         self.calls.append(mode)
@@ -266,6 +270,16 @@ async def test_a_completion_ends_where_the_context_ends(engine, vllm):
     await engine.generate(request(tuple(range(1, 11)), sampling=SamplingParams()))
     await engine.generate(request((1, 2), sampling=SamplingParams(max_new_tokens=3)))
     assert seen == [6, 6, 3, 3]
+
+
+async def test_a_worker_that_takes_no_more_pushes_is_the_end_of_the_engine(vllm):
+    its_crew = Crew(1, {PushBackend.GLOO})
+    engine = VllmEngine(vllm, FACTS, spec(), seed=1, crew=its_crew)
+    failing = asyncio.ensure_future(engine.failed())
+    await settled()
+    assert not failing.done()
+    its_crew._broken.set()
+    assert (await failing).info.reason == "ENGINE_DEAD"
 
 
 async def test_sleep_frees_a_gpu_that_was_prepared_for_it(vllm):
