@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,9 @@ from quartet.weights.manifest import Bucket, TensorSlot
 
 if TYPE_CHECKING:
     import torch
+
+_HUGE_FROM = 4 << 20
+"""Bytes from which a buffer is worth a mapping of its own."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -49,7 +54,18 @@ def empty_bucket(bucket: Bucket, device: torch.device | str = "cpu") -> torch.Te
     """An uninitialised flat buffer for one bucket, [numel]."""
     import torch
 
-    return torch.empty(bucket.numel, dtype=torch_dtype(bucket.dtype), device=device)
+    dtype = torch_dtype(bucket.dtype)
+    if torch.device(device).type == "cpu" and bucket.nbytes >= _HUGE_FROM:
+        return torch.frombuffer(_huge_pages(bucket.nbytes), dtype=dtype)
+    return torch.empty(bucket.numel, dtype=dtype, device=device)
+
+
+def _huge_pages(size: int) -> mmap.mmap:
+    """Memory whose first touch is cheap: in small pages it costs more than the bytes that come."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a system that has no such pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def pack_bucket(

@@ -1,0 +1,1 @@
+"""Bytes a second of a weight push, against the transport and the disk by themselves."""
