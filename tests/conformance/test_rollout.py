@@ -25,6 +25,7 @@ from quartet.types import (
     TensorSpec,
     WeightManifest,
 )
+from tests.conformance.broken_fakes import map_completions
 
 
 def service_of(folder, engine="transformers", max_num_sequences=16):
@@ -147,14 +148,6 @@ async def test_a_shared_server_is_left_alone(tiny_model_dir):
         "works_once_for_all_repeats",
         "loses_no_call_beyond_its_capacity",
     }
-
-
-def map_completions(result, change):
-    groups = tuple(
-        dataclasses.replace(group, completions=tuple(change(c) for c in group.completions))
-        for group in result.groups
-    )
-    return dataclasses.replace(result, groups=groups)
 
 
 def raw_for_processed(result, request):

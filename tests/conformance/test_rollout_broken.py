@@ -1,31 +1,26 @@
 """For each check of the rollout suite a server that is broken in the way it looks for."""
 
-import asyncio
 import dataclasses
-import itertools
 
-import numpy as np
 import pytest
 import torch
 from quartet_rollout.engines.transformers.engine import TransformersEngine
 from quartet_rollout.engines.transformers.model import CausalLm
 
-from quartet.errors import InfraError
 from quartet.nn import lm_head_of
 from quartet.testing.conformance import run_checks
 from quartet.testing.conformance.rollout import CHECKS, RolloutSubject
-from quartet.testing.fakes import rollout as fake_rollout
 from quartet.testing.fakes.rollout import FakeRollout
 from quartet.testing.loopback import loopback
 from quartet.types import (
-    FinishReason,
-    PauseMode,
     ServerInfo,
     TensorSpec,
     VersionSpan,
     WeightManifest,
 )
-from tests.conformance.test_rollout import map_completions, service_of
+from tests.conformance import broken_fakes
+from tests.conformance.broken_fakes import map_completions
+from tests.conformance.test_rollout import service_of
 
 NAMES = ("w", "v")
 INFO = ServerInfo(
@@ -56,296 +51,43 @@ async def outcome(service, name, **subject):
     return result
 
 
-# ------------------------------------------------------------------ broken fakes
-
-
-def changes_answers(change):
-    """A way to break a fake: all its answers are changed."""
-
-    def break_it(fake, monkeypatch):
-        encode = fake_rollout.codec.encode_generate_result
-        monkeypatch.setattr(
-            fake_rollout.codec, "encode_generate_result", lambda result: encode(change(result))
-        )
-
-    return break_it
-
-
-def without_manifest(fake, monkeypatch):
-    fake.manifest = WeightManifest(tensors=())
-
-
-def takes_any_token(fake, monkeypatch):
-    monkeypatch.setattr(fake_rollout, "VOCABULARY_LIMIT", 1 << 40)
-
-
-def takes_any_prompt(fake, monkeypatch):
-    fake._check_prompt = lambda group: None
-
-
-def takes_any_version(fake, monkeypatch):
-    fake._check_state = lambda asked: None
-
-
-async def _no_cache(self, request_id, digest, work):
-    return await work()
-
-
-def works_on_every_repeat(fake, monkeypatch):
-    monkeypatch.setattr("quartet.rpc.idempotency.IdempotencyCache.run", _no_cache)
-
-
-def takes_used_ids(fake, monkeypatch):
-    monkeypatch.setattr("quartet.rpc.idempotency._check_repeat", lambda *_: None)
-
-
-def breaks_under_load(fake, monkeypatch):
-    """Refuses without saying when to come again."""
-    numbers, generate = itertools.count(), fake.Generate
-
-    async def refuses(request, context):
-        if next(numbers) % 5 == 4:
-            raise InfraError("no room", reason="FULL")
-        return await generate(request, context)
-
-    fake.Generate = refuses
-
-
-def never_lets_go(fake, monkeypatch):
-    """What nobody waits for is made to its end."""
-    complete = fake._complete
-
-    async def goes_on(*args):
-        fake._count(1)
-        asyncio.get_running_loop().call_later(20, fake._count, -1)
-        return await complete(*args)
-
-    fake._complete = goes_on
-
-
-def cuts_what_it_should_keep(fake, monkeypatch):
-    close = fake._gate.close
-    fake._gate.close = lambda mode: close(PauseMode.ABORT if mode is PauseMode.KEEP else mode)
-
-
-def keeps_what_it_should_cut(fake, monkeypatch):
-    close = fake._gate.close
-    fake._gate.close = lambda mode: close(PauseMode.KEEP if mode is PauseMode.ABORT else mode)
-
-
-def pauses_without_a_drain(fake, monkeypatch):
-    close = fake._gate.close
-    fake._gate.close = lambda mode: close(PauseMode.KEEP)
-
-
-def never_pauses(fake, monkeypatch):
-    async def nothing(mode):
-        pass
-
-    fake._gate.close = nothing
-
-
-def never_sleeps(fake, monkeypatch):
-    fake._settle = lambda: None
-
-
-def sleeps_at_once(fake, monkeypatch):
-    async def nothing():
-        pass
-
-    fake._gate.emptied = nothing
-
-
-def wakes_whole(fake, monkeypatch):
-    """Whatever tags are asked for."""
-    decode = fake_rollout.codec.decode_wake_request
-
-    monkeypatch.setattr(
-        fake_rollout.codec,
-        "decode_wake_request",
-        lambda request: dataclasses.replace(decode(request), tags=()),
-    )
-
-
-def forgets_that_it_forgot(fake, monkeypatch):
-    decode = fake_rollout.codec.decode_sleep_request
-    monkeypatch.setattr(
-        fake_rollout.codec,
-        "decode_sleep_request",
-        lambda request: dataclasses.replace(decode(request), level=1),
-    )
-
-
-def wakes_at_a_push(fake, monkeypatch):
-    serve = fake._serve
-
-    def wakes(*args):
-        fake._asleep.clear()
-        serve(*args)
-
-    fake._serve = wakes
-
-
-def commits_anything(fake, monkeypatch):
-    async def commit(request, context):
-        asked = fake_rollout.codec.decode_commit_weights_request(request)
-        return fake_rollout.codec.encode_commit_weights_result(
-            fake_rollout.CommitWeightsResult(policy_version=asked.policy_version)
-        )
-
-    fake.CommitWeights = commit
-
-
-def keeps_old_weights(fake, monkeypatch):
-    """A push changes the version and nothing else."""
-    serve = fake._serve
-    fake._serve = lambda version, _: serve(version, fake.weights)
-
-
-def serves_what_is_prepared(fake, monkeypatch):
-    prepare = fake._inbox.prepare
-
-    async def prepares(request):
-        await prepare(request)
-        fake.policy_version = request.policy_version
-
-    fake._inbox.prepare = prepares
-
-
-def serves_what_was_aborted(fake, monkeypatch):
-    """Tensors are put in place as they come."""
-    abort = fake._inbox.abort
-
-    def aborts(request):
-        abort(request)
-        fake.weights += 50
-
-    fake._inbox.abort = aborts
-
-
-def takes_any_bytes(fake, monkeypatch):
-    fake._inbox._verify = lambda push, digest: None
-
-
-def takes_old_epochs(fake, monkeypatch):
-    prepare = fake._inbox.prepare
-
-    async def prepares(request):
-        fake._inbox._last_epoch = -1
-        await prepare(request)
-
-    fake._inbox.prepare = prepares
-    fake.PrepareWeights = _prepares_any_epoch(fake)
-
-
-def _prepares_any_epoch(fake):
-    prepare = fake.PrepareWeights
-
-    async def prepares(request, context):
-        fake._epoch = -1
-        return await prepare(request, context)
-
-    return prepares
-
-
-def takes_other_models(fake, monkeypatch):
-    monkeypatch.setattr("quartet.weights.receive.check_manifest", lambda *_: None)
-
-
-def crosses_answers(fake, monkeypatch):
-    """Under load everybody gets the first caller's samples."""
-    first = []
-    generate = fake._generate
-
-    async def generates(asked):
-        if not first:
-            first.append(asked)
-        return await generate(first[0])
-
-    fake._generate = generates
-
-
-def tokens_cut(result):
-    def cut(c):
-        if c.finish_reason is not FinishReason.LENGTH:
-            return c
-        return dataclasses.replace(c, finish_reason=FinishReason.STOP)
-
-    return map_completions(result, cut)
-
-
-def nameless(result):
-    return map_completions(result, lambda c: dataclasses.replace(c, sample_id=""))
-
-
-def another_distribution(result):
-    spec = dataclasses.replace(result.logprob_spec, temperature=1.0)
-    return dataclasses.replace(result, logprob_spec=spec)
-
-
-def equal_samples(result):
-    groups = tuple(
-        dataclasses.replace(g, completions=(g.completions[0],) * len(g.completions))
-        for g in result.groups
-    )
-    return dataclasses.replace(result, groups=groups)
-
-
-def restless(result):
-    """Numbers that are never twice the same."""
-
-    def change(c):
-        noise = np.float32(-np.random.default_rng().random() / 1000)
-        return dataclasses.replace(c, logprobs=c.logprobs + noise)
-
-    return map_completions(result, change)
-
-
-def gaps(result):
-    def change(c):
-        spans = tuple(dataclasses.replace(s, end=s.end - 1) for s in c.versions)
-        return dataclasses.replace(c, versions=spans)
-
-    return map_completions(result, change)
-
-
 SLOW = 0.02
 """Seconds a token, where a check needs the middle of a completion."""
 
 FAKES = [
-    (without_manifest, "says_what_it_is", 0),
-    (takes_any_prompt, "refuses_prompts_that_do_not_fit", 0),
-    (takes_any_token, "refuses_tokens_that_it_does_not_know", 0),
-    (takes_any_version, "refuses_older_weights", 0),
-    (works_on_every_repeat, "works_once_for_all_repeats", SLOW),
-    (takes_used_ids, "refuses_a_used_request_id", 0),
-    (crosses_answers, "serves_many_at_once", 0),
-    (breaks_under_load, "loses_no_call_beyond_its_capacity", 0),
-    (never_lets_go, "keeps_deadlines", SLOW * 2),
-    (never_lets_go, "stops_cancelled_calls", SLOW),
-    (changes_answers(nameless), "answers_what_is_asked", 0),
-    (changes_answers(gaps), "answers_what_is_asked", 0),
-    (changes_answers(another_distribution), "names_the_distribution", 0),
-    (changes_answers(equal_samples), "draws_different_samples", 0),
-    (changes_answers(restless), "repeats_isolated_batches", 0),
-    (changes_answers(tokens_cut), "ends_at_its_length", 0),
-    (changes_answers(tokens_cut), "ends_where_the_context_ends", 0),
-    (never_pauses, "pauses_and_resumes", 0),
-    (cuts_what_it_should_keep, "keeps_what_runs_in_a_pause", SLOW),
-    (keeps_what_it_should_cut, "ends_what_runs_where_a_pause_aborts", SLOW * 2),
-    (pauses_without_a_drain, "drains_before_it_pauses", SLOW),
-    (never_sleeps, "sleeps_and_wakes", 0),
-    (sleeps_at_once, "finishes_calls_before_it_sleeps", SLOW),
-    (wakes_whole, "wakes_by_tags", 0),
-    (forgets_that_it_forgot, "forgets_its_weights_at_level_2", 0),
-    (wakes_at_a_push, "takes_a_push_before_its_caches", 0),
-    (commits_anything, "refuses_pushes_out_of_order", 0),
-    (keeps_old_weights, "serves_what_was_pushed", 0),
-    (serves_what_is_prepared, "forgets_a_push_that_was_only_prepared", 0),
-    (serves_what_was_aborted, "forgets_half_a_push", 0),
-    (takes_any_bytes, "refuses_bytes_that_differ", 0),
-    (takes_old_epochs, "refuses_old_epochs", 0),
-    (takes_other_models, "refuses_other_models", 0),
+    (broken_fakes.without_manifest, "says_what_it_is", 0),
+    (broken_fakes.takes_any_prompt, "refuses_prompts_that_do_not_fit", 0),
+    (broken_fakes.takes_any_token, "refuses_tokens_that_it_does_not_know", 0),
+    (broken_fakes.takes_any_version, "refuses_older_weights", 0),
+    (broken_fakes.works_on_every_repeat, "works_once_for_all_repeats", SLOW),
+    (broken_fakes.takes_used_ids, "refuses_a_used_request_id", 0),
+    (broken_fakes.crosses_answers, "serves_many_at_once", 0),
+    (broken_fakes.breaks_under_load, "loses_no_call_beyond_its_capacity", 0),
+    (broken_fakes.never_lets_go, "keeps_deadlines", SLOW * 2),
+    (broken_fakes.never_lets_go, "stops_cancelled_calls", SLOW),
+    (broken_fakes.changes_answers(broken_fakes.nameless), "answers_what_is_asked", 0),
+    (broken_fakes.changes_answers(broken_fakes.gaps), "answers_what_is_asked", 0),
+    (broken_fakes.changes_answers(broken_fakes.another_distribution), "names_the_distribution", 0),
+    (broken_fakes.changes_answers(broken_fakes.equal_samples), "draws_different_samples", 0),
+    (broken_fakes.changes_answers(broken_fakes.restless), "repeats_isolated_batches", 0),
+    (broken_fakes.changes_answers(broken_fakes.tokens_cut), "ends_at_its_length", 0),
+    (broken_fakes.changes_answers(broken_fakes.tokens_cut), "ends_where_the_context_ends", 0),
+    (broken_fakes.never_pauses, "pauses_and_resumes", 0),
+    (broken_fakes.cuts_what_it_should_keep, "keeps_what_runs_in_a_pause", SLOW),
+    (broken_fakes.keeps_what_it_should_cut, "ends_what_runs_where_a_pause_aborts", SLOW * 2),
+    (broken_fakes.pauses_without_a_drain, "drains_before_it_pauses", SLOW),
+    (broken_fakes.never_sleeps, "sleeps_and_wakes", 0),
+    (broken_fakes.sleeps_at_once, "finishes_calls_before_it_sleeps", SLOW),
+    (broken_fakes.wakes_whole, "wakes_by_tags", 0),
+    (broken_fakes.forgets_that_it_forgot, "forgets_its_weights_at_level_2", 0),
+    (broken_fakes.wakes_at_a_push, "takes_a_push_before_its_caches", 0),
+    (broken_fakes.commits_anything, "refuses_pushes_out_of_order", 0),
+    (broken_fakes.keeps_old_weights, "serves_what_was_pushed", 0),
+    (broken_fakes.serves_what_is_prepared, "forgets_a_push_that_was_only_prepared", 0),
+    (broken_fakes.serves_what_was_aborted, "forgets_half_a_push", 0),
+    (broken_fakes.takes_any_bytes, "refuses_bytes_that_differ", 0),
+    (broken_fakes.takes_old_epochs, "refuses_old_epochs", 0),
+    (broken_fakes.takes_other_models, "refuses_other_models", 0),
 ]
 
 
@@ -356,9 +98,6 @@ async def test_broken_fakes_are_caught(break_it, name, seconds, monkeypatch):
     result = await outcome(fake, name, weights=weights)
     assert result.outcome == "failed", result.message
     assert result.advice
-
-
-# ------------------------------------------------- broken engines of a real model
 
 
 def never_stops_at_its_end(room, monkeypatch):
