@@ -293,8 +293,8 @@ async def stops_cancelled_calls(subject: RolloutSubject) -> None:
 
 
 CHECKS = (
+    says_that_it_serves,  # first: it waits for a server that loads
     says_what_it_is,
-    says_that_it_serves,
     refuses_prompts_that_do_not_fit,
     refuses_tokens_that_it_does_not_know,
     refuses_what_is_no_request,
