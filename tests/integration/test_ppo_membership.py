@@ -13,7 +13,7 @@ import pytest
 from quartet.clients import RolloutClient
 from quartet.types import PauseMode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 PROMPTS, SAMPLES, STEPS = 16, 4, 4
