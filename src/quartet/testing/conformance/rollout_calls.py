@@ -187,7 +187,9 @@ def require_exclusive(subject: RolloutSubject) -> None:
 async def kinds_of(subject: RolloutSubject) -> tuple[LogprobKind, ...]:
     """Log-probabilities that it offers."""
     async with client_of(subject) as client:
-        return (await client.get_info()).logprob_kinds
+        info = await client.get_info()
+    require(info.logprob_kinds, f"it offers no log-probabilities; it is {info.state}")
+    return info.logprob_kinds
 
 
 async def require_idle(subject: RolloutSubject, *, patience: float = 5.0) -> None:
