@@ -134,6 +134,27 @@ async def test_torn_weights_are_fatal_and_say_so(engine, model):
     assert caught.value.info.reason == "WEIGHTS_TORN"
 
 
+async def test_no_token_is_of_torn_weights(engine, model):
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=200, ignore_eos=True)
+    undisturbed = tokens(await engine.generate(request(sampling=sampling)))[0][0]
+    task = asyncio.ensure_future(engine.generate(request(sampling=sampling)))
+    await engine.generate(request(sampling=SamplingParams(max_new_tokens=1)))
+    partial = [(name, -tensor) for name, tensor in model.model.named_parameters()][:-1]
+    with pytest.raises(FatalError):
+        await engine.load_weights(partial, 1)
+    (completion,) = (await task).groups[0].completions
+    assert completion.finish_reason is FinishReason.ABORTED
+    count = len(completion.token_ids)
+    assert completion.token_ids.tolist() == undisturbed[:count]
+    # What is asked for now waits for whole weights.
+    waiting = asyncio.ensure_future(engine.generate(request()))
+    await engine.load_weights(dict(model.model.named_parameters()).items(), 2)
+    await engine.resume()
+    (completion,) = (await waiting).groups[0].completions
+    assert [span.policy_version for span in completion.versions] == [2]
+    assert completion.token_ids.tolist() == undisturbed[:12]
+
+
 @pytest.mark.parametrize("level", [1, 2])
 async def test_sleep_and_wake(engine, model, level):
     before = tokens(await engine.generate(request()))

@@ -110,6 +110,8 @@ class TransformersEngine:
             try:
                 _copy_into(self._model, tensors)
             except Exception as error:
+                # Here, not by whoever hears of it: by then there were tokens of these weights.
+                self._scheduler.pause(PauseMode.ABORT)
                 raise FatalError(
                     f"the weights are half old and half new: {error}", reason="WEIGHTS_TORN"
                 ) from error
