@@ -68,7 +68,9 @@ def test_what_is_refused_of_a_run(changed, field):
 
 
 def test_the_services_at_an_address_have_their_own_server():
-    assert wrong(PpoConfig, PPO | {"rollout.address": "127.0.0.1:1", "rollout.server_url": None}) == []
+    assert (
+        wrong(PpoConfig, PPO | {"rollout.address": "127.0.0.1:1", "rollout.server_url": None}) == []
+    )
 
 
 def test_weights_travel_as_files():

@@ -159,11 +159,14 @@ class OpenAiEngine:
             if self._gate.is_open:  # a resume came first
                 return self._in_flight
         self._is_held = True
-        self._flights.hold()
-        if mode is PauseMode.KEEP and self._door.can_hold:
+        if mode is PauseMode.KEEP:
+            # A server that cannot stand still works on, and its answers wait: a request that was
+            # closed and asked for again would draw other tokens.
+            self._flights.hold(keep_answers=True)
             await self._door.hold()
-        else:
-            await self._flights.interrupt()
+            return self._in_flight
+        self._flights.hold()
+        await self._flights.interrupt()
         if mode is PauseMode.ABORT:
             self._flights.give_up()
         return self._in_flight

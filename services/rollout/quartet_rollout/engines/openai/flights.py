@@ -25,6 +25,7 @@ class Flights:
         self._samples: set[ServedSample] = set()
         self._requests: set[asyncio.Task[None]] = set()
         self._is_open = True
+        self._keeps_answers = False
         self._is_torn = False
         self._changed = asyncio.Event()
         self.policy_version = 0
@@ -42,9 +43,14 @@ class Flights:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def hold(self) -> None:
-        """Begin no request any more. Those under way go on."""
+    def hold(self, *, keep_answers: bool = False) -> None:
+        """Begin no request any more. Those under way go on.
+
+        Args:
+            keep_answers: Hand out no sample either, until requests may begin again.
+        """
         self._is_open = False
+        self._keeps_answers = self._keeps_answers or keep_answers
 
     async def interrupt(self) -> None:
         """End the requests under way; their samples go on when requests may begin again."""
@@ -57,11 +63,13 @@ class Flights:
         """Let each sample end with the tokens that it has. Interrupt first."""
         for sample in self._samples:
             sample.is_given_up = True
+        self._keeps_answers = False
         self._change()
 
     def go_on(self) -> None:
         """Let requests begin again."""
         self._is_open = True
+        self._keeps_answers = False
         self._change()
 
     def tear(self, *, is_torn: bool) -> None:
@@ -76,6 +84,8 @@ class Flights:
                 await self._turn(sample)
                 if not sample.is_done:
                     await self._ask(sample)
+            while self._keeps_answers:
+                await self._changed.wait()
         finally:
             self._samples.discard(sample)
         on_done(sample)

@@ -38,17 +38,12 @@ class WeightDoor(Protocol):
         """False where the server serves one policy for ever."""
         ...
 
-    @property
-    def can_hold(self) -> bool:
-        """The server itself can stop between two tokens, and go on."""
-        ...
-
     async def begin(self) -> None:
         """Have the server serve its model as it is on the disk: version 0."""
         ...
 
     async def hold(self) -> None:
-        """Stop between two tokens."""
+        """Have the server stop between two tokens, if it can."""
         ...
 
     async def go_on(self) -> None:
@@ -72,16 +67,15 @@ class NoDoor:
     """A server whose weights never change."""
 
     takes_weights = False
-    can_hold = False
 
     async def begin(self) -> None:
         """Nothing to do."""
 
     async def hold(self) -> None:
-        """Requests are held by this side alone."""
+        """It works on."""
 
     async def go_on(self) -> None:
-        """Requests are held by this side alone."""
+        """It never stopped."""
 
     async def load(self, tensors: NamedTensors, policy_version: int) -> None:
         """Never reached: a push is refused when it is prepared."""
@@ -125,7 +119,6 @@ class VllmDoor:
     """vLLM's own server, in its development mode."""
 
     takes_weights = True
-    can_hold = True
 
     def __init__(
         self, server: Server, *, has_extension: bool, model_folder: Path, parent: str | None
