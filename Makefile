@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-recipes setup-vllm demo test test-fast test-vllm check format protos flags lock clean
+.PHONY: help setup setup-recipes setup-vllm demo test test-fast test-vllm test-faults check format protos flags lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ test: $(BIN)/.setup $(VENV_VLLM)/.setup ## every test that needs no GPU
 
 test-vllm: $(BIN)/.setup $(VENV_VLLM)/.setup ## the tests with the real vLLM
 	$(BIN)/python -m pytest -m vllm
+
+test-faults: $(BIN)/.setup ## everything that can go wrong with a weight push, ROUNDS times each (20)
+	QUARTET_FAULT_ROUNDS=$(or $(ROUNDS),20) $(BIN)/python -m pytest tests/integration/push_faults
 
 test-fast: $(BIN)/.setup ## the tests that take no more than a few seconds each
 	$(BIN)/python -m pytest -m "not gpu and not slow"
