@@ -67,7 +67,7 @@ test-vllm: $(BIN)/.setup $(VENV_VLLM)/.setup ## the tests with the real vLLM
 	$(BIN)/python -m pytest -m vllm
 
 test-faults: $(BIN)/.setup ## everything that can go wrong with a weight push, ROUNDS times each (20)
-	QUARTET_FAULT_ROUNDS=$(or $(ROUNDS),20) $(BIN)/python -m pytest tests/integration/push_faults
+	QUARTET_FAULT_ROUNDS=$(or $(ROUNDS),20) $(BIN)/python -m pytest -s tests/integration/push_faults
 
 test-fast: $(BIN)/.setup ## the tests that take no more than a few seconds each
 	$(BIN)/python -m pytest -m "not gpu and not slow"
