@@ -46,6 +46,7 @@ def test_a_cpu_gets_a_cache_of_its_own_size_and_no_graphs(serve_config, facts):
     assert made["enforce_eager"] is True
     assert made["kv_cache_memory_bytes"] == 128 << 20
     assert "gpu_memory_utilization" not in made
+    assert made["enable_chunked_prefill"] is False
     assert made["dtype"] == "float32"
     assert made["max_model_len"] == 512
     assert made["logprobs_mode"] == "processed_logprobs"
@@ -67,6 +68,7 @@ def test_a_gpu_gets_what_the_flags_say(serve_config, facts):
     assert made["enable_prefix_caching"] is True
     assert made["enforce_eager"] is False
     assert "kv_cache_memory_bytes" not in made
+    assert "enable_chunked_prefill" not in made
 
 
 def test_samples_of_a_prompt_can_share_it_without_a_flag(serve_config, facts):

@@ -83,6 +83,9 @@ def engine_arguments(
         wanted = facts.cache_bytes_per_token * length * config.rollout.max_num_sequences
         smallest, largest = _CPU_CACHE_BYTES
         arguments["kv_cache_memory_bytes"] = min(max(wanted, smallest), largest)
+        # The prompt of a request with a seed must fit into one step: vLLM takes back the draw of a
+        # part by the offset of its generator. Generators of CPUs have none, and the engine dies.
+        arguments["enable_chunked_prefill"] = False
     return {**arguments, **parse_extra(vllm.extra, known)}
 
 
