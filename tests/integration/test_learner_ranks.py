@@ -41,6 +41,7 @@ from quartet.types import (
     TrainStep,
     ValueLoss,
 )
+from quartet.weights import WeightInbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -290,6 +291,46 @@ async def test_two_ranks_that_share_weights_push_save_and_continue(tmp_path, tin
                 policy_version=8, addresses=["127.0.0.1:1"], group_timeout=2.0
             )
         assert (await client.train(step_of(2, POLICY), [STEPS[1]])).applied
+
+
+async def test_a_replica_lost_in_a_push_leaves_no_rank_in_a_gather(
+    tmp_path, tiny_model_dir, monkeypatch
+):
+    whole = WeightInbox._receive_buckets
+
+    async def one_bucket(inbox, push):
+        async for event in whole(inbox, push):
+            yield event
+            raise InfraError("the engine is gone")
+
+    rollout = RolloutService(
+        RolloutServeConfig(
+            rollout=RolloutEngineConfig(
+                model_name_or_path=str(tiny_model_dir), engine="transformers"
+            ),
+            ds=LoadConfig(param_dtype="fp32"),
+        )
+    )
+    async with (
+        loopback(rollout) as address,
+        RolloutClient(address) as rollouts,
+        serve(tmp_path, tiny_model_dir, **ZERO_3) as (_, client, _others),
+    ):
+        await rollouts.wait_ready(60)
+        await client.start_run(SPEC)
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightInbox, "_receive_buckets", one_bucket)
+            with pytest.raises(InfraError, match=r"no replica took version 7.*the engine is gone"):
+                await client.push_weights(
+                    policy_version=7, addresses=[address], bucket_bytes=16 << 10
+                )
+        assert (await client.train(step_of(0, POLICY), [STEPS[0]])).applied
+        pushed = await client.push_weights(
+            policy_version=8, addresses=[address], bucket_bytes=16 << 10
+        )
+        assert [r.committed for r in pushed.replicas] == [True]
+        assert pushed.num_buckets > 4
+        assert min(pushed.gather_seconds, pushed.pack_seconds, pushed.broadcast_seconds) > 0
 
 
 def greedy(folder: str, prompt, count: int) -> list[int]:
