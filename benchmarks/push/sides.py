@@ -36,10 +36,10 @@ class CountedClient(RolloutClient):
         super().__init__(address)
         self.calls: Counter[str] = Counter()
 
-    def _options(self, method: str, *rest: Any) -> dict[str, Any]:
+    def _options(self, method: str, timeout: float | None, request_id: str) -> dict[str, Any]:
         """Of a call that begins: all methods ask for them."""
         self.calls[method] += 1
-        return super()._options(method, *rest)
+        return super()._options(method, timeout, request_id)
 
 
 class Service:
