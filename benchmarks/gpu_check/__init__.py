@@ -1,0 +1,1 @@
+"""What only a GPU can show: pushes by NCCL and by CUDA IPC, sleep, digests."""
