@@ -1,16 +1,22 @@
 """What the service's process and vLLM's workers say to each other about a push.
 
 Over a unix socket in a folder of this user alone, open as long as the engine lives: vLLM's own
-calls wait for the step under way, and a worker that dies is seen here at once.
+calls wait for the step under way, and a worker that dies is seen here at once. A message is JSON
+behind its length; what the contract has a message for is that message inside it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
-from dataclasses import dataclass
+import base64
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-from quartet.errors import QuartetError
+from quartet import errors
+from quartet.api.rollout.v1 import rollout_service_pb2 as pb
+from quartet.codec import decode_prepare_weights_request, encode_prepare_weights_request
+from quartet.errors import ErrorInfo, QuartetError
 from quartet.types import PrepareWeightsRequest
 
 _LENGTH_BYTES = 8
@@ -108,9 +114,15 @@ Order = AskRoom | Join | Receive | Drop
 Report = Room | Joined | Arrived | Digested | Broken
 
 
+_KINDS = {
+    kind.__name__: kind
+    for kind in (Hello, AskRoom, Room, Join, Joined, Receive, Arrived, Digested, Broken, Drop)
+}
+
+
 def write(writer: asyncio.StreamWriter, message: Hello | Order | Report) -> None:
     """Queue one message."""
-    data = pickle.dumps(message)
+    data = json.dumps(_packed(message)).encode()
     writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
 
@@ -118,7 +130,28 @@ async def read(reader: asyncio.StreamReader) -> object | None:
     """The next message; None when the other side is gone."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-        # Both ends are this program, and nobody else can open the socket.
-        return pickle.loads(await reader.readexactly(length))
+        return _unpacked(json.loads(await reader.readexactly(length)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+def _packed(message: Hello | Order | Report) -> dict[str, Any]:
+    values: dict[str, Any] = {f.name: getattr(message, f.name) for f in fields(message)}
+    if isinstance(message, Join):
+        encoded = encode_prepare_weights_request(message.request).SerializeToString()
+        values["request"] = base64.b64encode(encoded).decode()
+    elif isinstance(message, Broken):
+        error = message.error
+        values["error"] = [type(error).__name__, error.message, asdict(error.info)]
+    return {"kind": type(message).__name__, **values}
+
+
+def _unpacked(values: dict[str, Any]) -> object:
+    kind = _KINDS[values.pop("kind")]
+    if kind is Join:
+        message = pb.PrepareWeightsRequest.FromString(base64.b64decode(values["request"]))
+        values["request"] = decode_prepare_weights_request(message)
+    elif kind is Broken:
+        name, text, info = values["error"]
+        values["error"] = getattr(errors, name)(text, info=ErrorInfo(**info))
+    return kind(**values)
