@@ -86,6 +86,8 @@ class Process:
         self.folder = folder
         self.address = ""
         self.handle = os.pidfd_open(pid)
+        self.is_killed = False
+        """It was sent SIGKILL; its sockets close a moment before it has ended."""
 
     async def listening(self) -> None:
         """Wait for its address."""
@@ -105,6 +107,7 @@ class Process:
 
     def signal(self, number: int) -> None:
         """Send a signal, if there is anybody."""
+        self.is_killed = self.is_killed or number == signal.SIGKILL
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, number)
 

@@ -111,7 +111,7 @@ class Stage:
                 )
             except InfraError as error:
                 outcome.error = str(error)
-            if not self.learners[learner].is_dead:
+            if not self.learners[learner].is_killed:
                 await client.forward([SequenceBatch.of([[5, 6, 7]])])
         outcome.ended = time.monotonic()
         return outcome
