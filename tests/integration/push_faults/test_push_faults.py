@@ -16,7 +16,7 @@ import pytest
 from quartet.clients import RolloutClient
 from quartet.types import ReplicaState
 from tests.integration.push_faults.served import check_served
-from tests.integration.push_faults.stage import FREE_WITHIN, Stage
+from tests.integration.push_faults.stage import FREE_WITHIN, SLACK, Stage
 
 ROUNDS = int(os.environ.get("QUARTET_FAULT_ROUNDS", "1"))
 DEADLINE = {"stop": 3.0}
@@ -86,7 +86,7 @@ async def test_a_fault_of_one_replica(stage, number, do, at, index, phase, other
         stage.note(f"{do} at {at} {index}", hold)
 
         # The learner is free in time, for a death before its deadline, and says whose fault it was.
-        assert hold < deadline + (0 if do == "kill" else FREE_WITHIN), outcome
+        assert hold < deadline + (SLACK if do == "kill" else FREE_WITHIN), outcome
         committed, told = outcome.of(victim.address)
         assert not committed
         assert f"{victim.address}: {phase}: " in told
