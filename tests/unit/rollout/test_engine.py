@@ -192,10 +192,10 @@ async def test_wrong_settings_are_config_errors(serve_config):
     with pytest.raises(ConfigError, match="/nowhere"):
         async with open_engine(missing):
             pass
-    with pytest.raises(ConfigError, match=r"openai is not in this build.*transformers, vllm"):
-        find_engine("openai")
+    with pytest.raises(ConfigError, match=r"sglang is not in this build.*transformers, vllm"):
+        find_engine("sglang")
     assert find_engine("auto") is open_engine
-    assert list(ENGINES) == ["transformers", "vllm"]
+    assert list(ENGINES) == ["transformers", "vllm", "openai"]
 
 
 async def test_max_len_bounds_the_context(serve_config):
