@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from quartet.errors import FatalError, QuartetError, RequestError
+from quartet.errors import FatalError, QuartetError
 from quartet.nn.digest import model_digest
 from quartet.types import (
     GenerateRequest,
@@ -25,6 +25,7 @@ from quartet.types import (
     SamplingParams,
 )
 from quartet.weights import manifest_of_model
+from quartet_rollout.checks import check_prompt
 from quartet_rollout.engine import EngineSpec, Generated
 from quartet_rollout.engines.transformers.loop import EngineLoop, Job, Scheduler
 from quartet_rollout.engines.transformers.model import CausalLm, load_model
@@ -148,7 +149,7 @@ class TransformersEngine:
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def _sequences(self, group: PromptGroup, request: GenerateRequest) -> list[Sequence]:
-        self._check(group)
+        check_prompt(group, max_length=self._model.max_length, vocabulary=self._model.vocabulary)
         sampling = request.sampling
         room = self._model.max_length - len(group.prompt_token_ids)
         seeds = group.seeds or [self._seeds.getrandbits(64) for _ in range(group.num_samples)]
@@ -170,28 +171,6 @@ class TransformersEngine:
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
         own = frozenset[int]() if sampling.ignore_eos else self._model.eos_token_ids
         return own | frozenset(sampling.stop_token_ids)
-
-    def _check(self, group: PromptGroup) -> None:
-        length, most = len(group.prompt_token_ids), self._model.max_length
-        if length >= most:
-            raise RequestError(
-                f"the prompt of group {group.group_id} has {length} tokens, and prompt and "
-                f"completion together may have {most}",
-                reason="PROMPT_TOO_LONG",
-                field="groups.prompt_token_ids",
-                value=str(length),
-                remedy=f"give at most {most - 1} tokens, or raise data.max_len of the service",
-            )
-        largest = max(group.prompt_token_ids)
-        if largest >= self._model.vocabulary:
-            raise RequestError(
-                f"token {largest} in the prompt of group {group.group_id} is not in the "
-                f"vocabulary of {self._model.vocabulary}",
-                reason="TOKEN_UNKNOWN",
-                field="groups.prompt_token_ids",
-                value=str(largest),
-                remedy="tokenize with the tokenizer of the model that is served",
-            )
 
 
 def _spec(model: CausalLm, config: RolloutServeConfig) -> EngineSpec:

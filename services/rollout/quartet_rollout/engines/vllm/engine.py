@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from quartet.config.machine import this_machine
-from quartet.errors import ConfigError, FatalError, InfraError, RequestError, StateError
+from quartet.errors import ConfigError, FatalError, InfraError, StateError
 from quartet.obs import metrics
 from quartet.types import (
     GenerateRequest,
@@ -24,6 +24,7 @@ from quartet.types import (
     PushBackend,
 )
 from quartet.weights.landing import OwnLanding
+from quartet_rollout.checks import check_kind, check_prompt
 from quartet_rollout.engine import EngineSpec, Generated
 from quartet_rollout.engines.vllm import environment, library
 from quartet_rollout.engines.vllm.arguments import DTYPES, engine_arguments
@@ -114,7 +115,12 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest) -> Generated:
         """Complete all groups; see the Protocol."""
         arrived = time.monotonic()
-        self._check_kind(request.logprob_kind)
+        check_kind(
+            request.logprob_kind,
+            self._spec.logprob_kinds,
+            other="start the service with "
+            f"--vllm.extra logprobs_mode={request.logprob_kind}_logprobs",
+        )
         groups = [self._samples(group, request) for group in request.groups]
         samples = [sample for group in groups for sample in group]
         self._count(len(samples))
@@ -255,7 +261,11 @@ class VllmEngine:
         metrics.COMPLETIONS_IN_FLIGHT.set(self._in_flight)
 
     def _samples(self, group: PromptGroup, request: GenerateRequest) -> list[Sample]:
-        self._check_prompt(group)
+        check_prompt(
+            group,
+            max_length=self._spec.max_sequence_length,
+            vocabulary=self._facts.vocabulary,
+        )
         sampling = request.sampling
         room = self._spec.max_sequence_length - len(group.prompt_token_ids)
         own = frozenset[int]() if sampling.ignore_eos else self._facts.eos_token_ids
@@ -277,39 +287,6 @@ class VllmEngine:
             )
             for name, seed in zip(names, seeds, strict=True)
         ]
-
-    def _check_kind(self, kind: LogprobKind) -> None:
-        if kind not in self._spec.logprob_kinds:
-            raise RequestError(
-                f"this engine does not report {kind} log-probabilities",
-                reason="LOGPROB_KIND_UNSUPPORTED",
-                field="logprob_kind",
-                value=str(kind),
-                remedy=f"ask for {self._spec.logprob_kinds[0]}, or start the service with "
-                f"--vllm.extra logprobs_mode={kind}_logprobs",
-            )
-
-    def _check_prompt(self, group: PromptGroup) -> None:
-        length, most = len(group.prompt_token_ids), self._spec.max_sequence_length
-        if length >= most:
-            raise RequestError(
-                f"the prompt of group {group.group_id} has {length} tokens, and prompt and "
-                f"completion together may have {most}",
-                reason="PROMPT_TOO_LONG",
-                field="groups.prompt_token_ids",
-                value=str(length),
-                remedy=f"give at most {most - 1} tokens, or raise data.max_len of the service",
-            )
-        largest = max(group.prompt_token_ids)
-        if largest >= self._facts.vocabulary:
-            raise RequestError(
-                f"token {largest} in the prompt of group {group.group_id} is not in the "
-                f"vocabulary of {self._facts.vocabulary}",
-                reason="TOKEN_UNKNOWN",
-                field="groups.prompt_token_ids",
-                value=str(largest),
-                remedy="tokenize with the tokenizer of the model that is served",
-            )
 
 
 def _prepare(config: RolloutServeConfig, has_gpu: bool) -> tuple[ModelFacts, dict[str, Any]]:
